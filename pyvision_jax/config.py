@@ -1,9 +1,16 @@
-"""Run configuration: frozen dataclasses filled from YAML and dotted overrides, checked before any device is touched."""
+"""Run configuration: frozen dataclasses, one per part. `config_load` fills them, `config_check` checks the arithmetic.
+
+A field with a fixed set of values spells them as a `Literal`; a type checker and the loader read the same line.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
+
+KeptEnd = Literal[
+    "answered", "over_length", "over_turns", "over_images", "tool_error", "tool_timeout", "repetition", "malformed"
+]  # rollout.trajectory.EndReason, without `infrastructure`: that one never trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +25,7 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     lr: float = 1e-6
-    schedule: str = "constant"  # constant | cosine | linear
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: int = 0
     final_lr_ratio: float = 0.1  # of lr, at the end of a cosine or linear schedule
     b1: float = 0.9
@@ -26,16 +33,16 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_norm: float = 1.0
-    freeze: tuple[str, ...] = ()  # top-level parts of the parameter tree: "vision", "merger", "text"
+    freeze: tuple[Literal["vision", "merger", "text"], ...] = ()  # top-level parts of the parameter tree
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # directory in HF layout (config.json, safetensors, tokenizer, preprocessor); "" builds from `config`
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # HF config.json as a mapping, when `path` is empty
+    path: str = ""  # directory in HF layout (config, safetensors, tokenizer, preprocessor); "": built from `config`
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # HF config.json as a mapping, if no `path`
     tokenizer: str = ""  # defaults to `path`
-    dtype: str = "float32"  # compute dtype: float32 | bfloat16
-    remat: str = "none"  # none | block
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation
+    remat: Literal["none", "block"] = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +75,14 @@ class RolloutConfig:
 @dataclasses.dataclass(frozen=True)
 class ProtocolConfig:
     name: str = "pyvision_image"
+    template: Literal["image", "brief"] = "image"  # first user turn (agents/prompts.py)
     max_calls: int = 4  # tool calls; the answer turn comes on top
     max_images: int = 32  # pictures in context, the input ones included
-    error_policy: str = "feed_back"  # feed_back | stop
+    error_policy: Literal["feed_back", "stop"] = "feed_back"
     close_turn: bool = True  # put <|im_end|> after </code> before the observation (the released form does not)
     bind_figures: bool = False  # returned figures become variables image_clue_k
     max_text: int = 4_000  # characters of tool text in one observation
-    tool: str = "on"  # on | off: `off` answers every call with a fixed refusal
+    tool: Literal["on", "off"] = "on"  # `off` answers every call with a fixed refusal
     force_answer: bool = False  # prompt ends with the opening of the answer tag (no-tool control)
 
 
@@ -91,7 +99,7 @@ class SandboxConfig:
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
     tool_bonus: float = 0.1
-    bonus_form: str = "per_call"  # per_call | once | off; always only if the answer is right
+    bonus_form: Literal["per_call", "once", "off"] = "per_call"  # always only if the answer is right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +107,8 @@ class SelectionConfig:
     """Filters run in the order of the fields; ranking keeps the groups of highest reward std."""
 
     zero_variance: bool = True
-    variance_of: str = "total"  # total | accuracy
-    end_reasons: tuple[str, ...] = ("answered", "over_turns", "malformed", "tool_error")  # kept
+    variance_of: Literal["total", "accuracy"] = "total"
+    end_reasons: tuple[KeptEnd, ...] = ("answered", "over_turns", "malformed", "tool_error")  # kept
     require_tool_image: bool = False
     image_mismatch: bool = True
     max_tokens: int = 0  # 0: off
@@ -117,9 +125,9 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0  # 0: off
-    loss_aggregation: str = "token_mean"  # token_mean | seq_mean_token_mean | group_token_mean
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "group_token_mean"] = "token_mean"
     kl_coef: float = 0.0
-    kl_estimator: str = "k3"  # k1 | k2 | k3
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
 
 
