@@ -25,10 +25,11 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """Steps below one directory, of which the newest `keep` stay.
 
-    A step holds `state` (a pytree of arrays) and `host` (JSON data: data position, packing buckets, pending work). It is
-    written under a temporary name and renamed when it is whole, so a killed process leaves either the step or nothing;
-    leftovers are removed when the directory is opened next. A step that lacks a part all the same (an interrupted copy of
-    the directory) is then renamed to `STEP.incomplete`. Use as a context manager: leaving waits for the last save.
+    A step holds `state` (a pytree of arrays) and `host` (JSON data: data position, packing buckets, pending work). It
+    is written under a temporary name and renamed when it is whole, so a killed process leaves either the step or
+    nothing; leftovers are removed when the directory is opened next. A step that lacks a part all the same (an
+    interrupted copy of the directory) is then renamed to `STEP.incomplete`. Use as a context manager: leaving waits
+    for the last save.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2):
@@ -74,8 +75,8 @@ class Checkpoints:
     def restore(self, template: State, step: int | None = None) -> tuple[int, State, dict[str, Any]]:
         """(step, state, host) of a step, the latest by default.
 
-        `template` gives structure, shapes, dtypes and shardings: arrays or ShapeDtypeStructs. Raises `CheckpointError` if
-        there is no such step, or it does not fit the template.
+        `template` gives structure, shapes, dtypes and shardings: arrays or ShapeDtypeStructs. Raises
+        `CheckpointError` if there is no such step, or it does not fit the template.
         """
         found = self.latest() if step is None else step
         if found is None or found not in self.steps():

@@ -29,6 +29,10 @@ def loader(source, **options) -> Loader:
     return Loader(source, **{"batch_size": 4, "seed": 3, "prepare": lambda r: int(r.id), "finish": list, **options})
 
 
+def flat(data: Loader, count: int) -> list[int]:
+    return [index for batch in take(data, count) for index in batch]
+
+
 def take(data: Loader, count: int) -> list[list[int]]:
     return [next(data) for _ in range(count)]
 
@@ -49,7 +53,7 @@ def test_resumes_at_the_batch_after_the_last_yielded(threads, ahead):
 
 def test_bad_records_are_skipped_counted_once_and_listed():
     data = loader(World(21), batch_size=9, ahead=0)
-    seen = [index for batch in take(data, 8) for index in batch]  # 18 good ones in an epoch: four epochs
+    seen = flat(data, 8)  # 18 good ones in an epoch: four epochs
     assert sorted(seen) == sorted([i for i in range(21) if i % 7] * 4)
     assert len(data.skipped) == 3
     assert data.skipped.listed()[1] == (7, "OSError: picture 7 is gone")
@@ -57,10 +61,10 @@ def test_bad_records_are_skipped_counted_once_and_listed():
 
 def test_epochs_differ_and_seeds_differ():
     data = loader(World(8, broken=0), ahead=0)
-    epochs = [sum(take(data, 2), []) for _ in range(2)]
+    epochs = [flat(data, 2) for _ in range(2)]
     assert epochs[0] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
-    assert sum(take(loader(World(8, broken=0), ahead=0, seed=4), 2), []) != epochs[0]
+    assert flat(loader(World(8, broken=0), ahead=0, seed=4), 2) != epochs[0]
 
 
 def test_only_bad_records_is_an_error_and_so_is_none():
@@ -71,7 +75,7 @@ def test_only_bad_records_is_an_error_and_so_is_none():
 
 
 def test_very_large_worlds_are_not_enumerated():
-    assert len(set(sum(take(loader(World(2**31, broken=0), ahead=0), 8), []))) == 32
+    assert len(set(flat(loader(World(2**31, broken=0), ahead=0), 8))) == 32
 
 
 def test_an_error_in_prepare_that_is_no_bad_record_ends_the_run():

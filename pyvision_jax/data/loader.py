@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grain
 import grain.experimental
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Map-style records: a list of them will do. A generated world builds its record from the index (and its own seed)."""
+    """Map-style records: a list of them will do. A generated world builds a record from its index (and its own seed)."""
 
     def __len__(self) -> int: ...
 
@@ -63,7 +63,7 @@ class Loader(Generic[Item, Out]):
     prepare: record -> item, run per record; a `ValueError`, `KeyError` or `OSError` (MediaError is one) skips the
     record, counts and lists it in `skipped`, and the next record takes its place.
     finish: list of items -> what the loader yields, run per batch, in order, in the one thread that works ahead.
-    threads: readers that prepare records side by side (for pictures on disk); 0 prepares in the thread that works ahead.
+    threads: readers that prepare records side by side (pictures on disk); 0 prepares in the thread that works ahead.
     ahead: batches made before they are asked for.
 
     `state()` is the position behind the batch that was yielded last, whatever has been made ahead since.
@@ -99,7 +99,8 @@ class Loader(Generic[Item, Out]):
         if shuffle:
             order = order.shuffle()
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * batch_size if threads else 0)
-        batches = order.repeat().map(fetch).to_iter_dataset(options).batch(batch_size, batch_fn=list).map(finish)
+        items = order.repeat().map(fetch).to_iter_dataset(options)  # leaves out None
+        batches = items.batch(batch_size, batch_fn=lambda batch: finish(cast(list[Item], list(batch))))
         if ahead:
             batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=ahead)
         self._iterator = iter(batches)
