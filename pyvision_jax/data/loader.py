@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Map-style records: a list of them will do. A generated world builds a record from its index (and its own seed)."""
+    """Map-style records: a list of them will do. A generated world makes a record from its index and its own seed."""
 
     def __len__(self) -> int: ...
 
