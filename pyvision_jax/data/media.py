@@ -308,7 +308,12 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int], where: str) ->
         canvas = Image.new("RGBA", image.size, (*background, 255))
         canvas.alpha_composite(image.convert("RGBA"))
         return canvas.convert("RGB")
-    return image.convert("RGB") if image.mode != "RGB" else image.copy()
+    if image.mode == "RGB":
+        return image.copy()
+    try:
+        return image.convert("RGB")
+    except ValueError:
+        raise MediaError(where, f"pixels of mode {image.mode} have no conversion to RGB") from None
 
 
 def _to_8_bit(image: Image.Image, where: str) -> Image.Image:
