@@ -55,7 +55,7 @@ _install() {
     _extras="$(printf '%s\n' ${have#* } ${_extras//,/ } | tr ',' '\n' | grep -v '^none$' | sort -u | paste -sd, -)"
   fi
   echo "setup: installing pyvision-jax${_extras:+[$_extras]} into $_venv (minutes the first time)" >&2
-  "$PY" -m pip install --disable-pip-version-check -q -e ".${_extras:+[$_extras]}" >&2 || return 1
+  "$PY" -m pip install --disable-pip-version-check -qq -e ".${_extras:+[$_extras]}" >&2 || return 1
   echo "$want ${_extras:-none}" >"$stamp"
 }
 
