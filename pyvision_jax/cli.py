@@ -1,0 +1,166 @@
+"""`pyvision`: one command per task. Each loads its body when it is called, so help is quick and needs no device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer(
+    name="pyvision",
+    help="Train vision-language policies that think by writing Python.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+weights = typer.Typer(help="Weights from and to Hugging Face directories.", no_args_is_help=True)
+sandbox = typer.Typer(help="The process that runs the policy's code.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+app.add_typer(sandbox, name="sandbox")
+
+BAD_INPUT = 2  # exit code: the input is at fault, and the one line on stderr says where
+
+
+@contextlib.contextmanager
+def stops_on(*errors: type[Exception]) -> Iterator[None]:
+    """These errors are the user's to mend: one line, exit code 2, no traceback. All others are bugs and show theirs."""
+    try:
+        yield
+    except errors as error:
+        typer.echo(f"pyvision: error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+@weights.command("import")
+def weights_import(
+    directory: Annotated[
+        Path, typer.Argument(help="directory with config.json and *.safetensors, old or new key layout")
+    ],
+    out: Annotated[Path | None, typer.Option(help="write the parameters there as an Orbax checkpoint")] = None,
+) -> None:
+    """Check a Hugging Face directory tensor by tensor, and with --out convert it."""
+    from pyvision_jax.models.safetensors_io import WeightsError
+
+    with stops_on(WeightsError):
+        from pyvision_jax.checkpoint import save_params
+        from pyvision_jax.models.hf import import_command
+
+        report = import_command(directory, out, save_params)
+    for line in report.lines():
+        typer.echo(line)
+    if out is not None:
+        typer.echo(f"written: {out}")
+
+
+@weights.command("export")
+def weights_export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a parameter checkpoint (the folder `params` of an import or a run)")
+    ],
+    out: Annotated[Path, typer.Argument(help="directory to write, readable by transformers")],
+    model_dir: Annotated[
+        Path | None, typer.Option(help="where config.json and the tokenizer lie [beside CHECKPOINT]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    layout: Annotated[str, typer.Option(help="key names: old (transformers 4) or new (5)")] = "old",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory: weights, index, configuration, tokenizer and processor files."""
+    from pyvision_jax.models.safetensors_io import WeightsError
+
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"{dtype!r} is not float32, bfloat16 or float16", param_hint="--dtype")
+    if layout not in ("old", "new"):
+        raise typer.BadParameter(f"{layout!r} is not old or new", param_hint="--layout")
+    from pyvision_jax.checkpoint import CheckpointError, load_params
+    from pyvision_jax.models.hf import export_command
+
+    with stops_on(WeightsError, CheckpointError):
+        report = export_command(
+            model_dir or checkpoint.parent,
+            out,
+            lambda template: load_params(checkpoint, template),
+            dtype=dtype,
+            layout="old" if layout == "old" else "new",
+            overwrite=overwrite,
+        )
+    for line in report.lines():
+        typer.echo(line)
+
+
+# ----------------------------------------------------------------------------------------------- reports and machine
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="folder of a run, finished or not")],
+    out: Annotated[Path | None, typer.Option(help="file to write [RUN_DIR/report.html]")] = None,
+    trajectories: Annotated[int, typer.Option(min=0, help="trajectories shown in full")] = 12,
+) -> None:
+    """Write the static HTML report of a run."""
+    from pyvision_jax.report import build
+
+    with stops_on(FileNotFoundError):
+        typer.echo(str(build(run_dir, out, trajectories)))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers: versions, devices, memory, and what confines the sandbox. Exit code 1 if unfit."""
+    from pyvision_jax.cli_machine import examine
+
+    raise typer.Exit(0 if examine() else 1)
+
+
+@sandbox.command("check")
+def sandbox_check(
+    min_level: Annotated[
+        str, typer.Option(help="isolation to ask for: none, seccomp, landlock or namespaces")
+    ] = "none",
+) -> None:
+    """Start a sandbox, run a cell in it, and report what confines it."""
+    from pyvision_jax.cli_machine import try_sandbox
+    from pyvision_sandbox import SandboxError
+
+    with stops_on(SandboxError, ValueError):
+        typer.echo(str(try_sandbox(min_level)))
+
+
+@sandbox.command("run")
+def sandbox_run(
+    file: Annotated[Path, typer.Argument(help="Python file to run as one cell; - reads standard input")],
+    image: Annotated[list[Path] | None, typer.Option(help="picture, bound as image_clue_0, image_clue_1, ...")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the pictures that the code shows")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds of wall time")] = 10.0,
+    seed: Annotated[int, typer.Option(help="of the session's random generators")] = 0,
+) -> None:
+    """Run a file as the policy's code is run. Exit code 1 if it fails."""
+    from pyvision_jax.cli_machine import run_file
+    from pyvision_jax.data.media import MediaError
+    from pyvision_sandbox import SandboxError
+
+    if str(file) != "-" and not file.is_file():
+        raise typer.BadParameter(f"{file} does not exist", param_hint="FILE")
+    code = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    with stops_on(SandboxError, MediaError):
+        ok = run_file(code, image or [], out, timeout, seed)
+    raise typer.Exit(0 if ok else 1)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
