@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,3 +161,12 @@ def test_bad_lines_are_collected_and_the_rest_is_read(tmp_path):
 def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_records(tmp_path / "none.jsonl")
+
+
+def test_the_examples_of_the_documentation_are_records(tmp_path):
+    text = (Path(__file__).parents[1] / "docs/data.md").read_text(encoding="utf-8")
+    examples = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
+    lines(tmp_path / "docs.jsonl", *examples)
+    task, trace = read_records(tmp_path / "docs.jsonl")
+    assert task.answer == Answer("4.50", "number", (), 0.01)
+    assert [part.weight for part in trace.messages[-1].parts] == [1.0, 3.0, 1.0]
