@@ -12,6 +12,6 @@ from .result import STATUSES, Result, Usage
 from .text import observation_text
 
 __all__ = [
-    "LEVELS", "STATUSES", "Mechanism", "Policy", "Report", "Result", "SandboxError", "SandboxPool", "SandboxUnavailable",
-    "Session", "Usage", "observation_text",
+    "LEVELS", "STATUSES", "Mechanism", "Policy", "Report", "Result", "SandboxError", "SandboxPool",
+    "SandboxUnavailable", "Session", "Usage", "observation_text",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a pool is asked for (`Policy`), what it found out about the machine (`Report`), and the errors that it raises."""
+"""What a pool is asked for (`Policy`), what it found out about the machine (`Report`), and the errors it raises."""
 
 import dataclasses
 import platform
@@ -18,7 +18,7 @@ _ADDED_BY_LEVEL = {
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed (its server died, no process could be started): infrastructure, never the code's fault."""
+    """The sandbox itself failed (its server died, no process could start): infrastructure, never the code's fault."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -29,7 +29,7 @@ class SandboxUnavailable(SandboxError):
 class Policy:
     """Limits of one session. Times are seconds of wall time unless said otherwise.
 
-    Raises ValueError for a limit that is not positive or a profile that does not exist.
+    Raises ValueError for a limit that is too small or a profile that does not exist.
     """
 
     profile: str = "vision"  # what is imported before the session starts: see PROFILES
@@ -52,10 +52,9 @@ class Policy:
             raise ValueError(f"sandbox profile {self.profile!r} does not exist; there are {', '.join(PROFILES)}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, float) and not value > 0:
-                raise ValueError(f"sandbox limit {field.name} must be positive, not {value}")
-        if self.max_text < 64:
-            raise ValueError(f"sandbox limit max_text must be at least 64, not {self.max_text}")
+            least = 0 if field.name == "max_images" else 1 if field.type is int else 1e-3
+            if field.type in (int, float) and not value >= least:
+                raise ValueError(f"sandbox limit {field.name} must be at least {least}, not {value}")
 
     @property
     def max_header(self) -> int:
@@ -109,12 +108,10 @@ def probe(policy: Policy, min_level: str) -> Report:
     if missing:
         raise SandboxUnavailable(
             f"min_level={min_level!r} was asked for, but this runner reaches only {reached!r}: "
-            f"missing {', '.join(missing)}. It confines by processes and rlimits alone; set min_level='none' to accept that."
+            f"missing {', '.join(missing)}. It confines by processes and rlimits alone; min_level='none' accepts that."
         )
     mechanisms = (
-        Mechanism(
-            "process", True, "each session is a process of its own, forked from a fresh server, never from the caller"
-        ),
+        Mechanism("process", True, "one for each session, forked from a fresh server, never from the caller"),
         Mechanism(
             "rlimits", True, f"memory +{policy.memory_mb} MiB, file {policy.tmp_mb} MiB, CPU {policy.session_cpu} s"
         ),

@@ -40,8 +40,8 @@ class SandboxPool:
     """Starts sessions from one preloaded server process.
 
     policy: limits of each session. min_level: weakest isolation to accept, one of `policy.LEVELS`; below it
-    SandboxUnavailable is raised. workers: cells that may run at the same time; others wait, and their wait does not count against
-    their own limit. `report` says what confines the sessions.
+    SandboxUnavailable is raised. workers: cells that may run at the same time; others wait, and their wait does not
+    count against their own limit. `report` says what confines the sessions.
     """
 
     def __init__(self, policy: Policy | None = None, min_level: str = "none", workers: int = 8):
@@ -56,15 +56,15 @@ class SandboxPool:
         self._sessions: set[Session] = set()
         self._count = 0
         self._closed = False
-        self._retired: list[Zygote] = []  # dead servers, kept until close for what their sessions left behind
         self._zygote = Zygote(self.policy)
         self._finalizer = weakref.finalize(self, Zygote.close, self._zygote)  # also at interpreter exit
 
     def session(self, seed: int | None = None, images: Mapping[str, Any] | None = None) -> "Session":
         """Start a session whose variables hold `images` as PIL images.
 
-        seed: of `random` and `numpy.random`; None draws from the operating system. images: name -> PIL image, or uint8 array
-        [h, w], [h, w, 3] or [h, w, 4]. Raises ValueError for a bad name or picture, SandboxError if no process can be started.
+        seed: of `random` and `numpy.random`; None draws from the operating system. images: name -> PIL image, or uint8
+        array [h, w], [h, w, 3] or [h, w, 4]. Raises ValueError for a bad name or picture, SandboxError if no process
+        can be started.
         """
         inputs = {name: _pixels(name, image) for name, image in (images or {}).items()}
         session = Session(self, seed, inputs)
@@ -83,10 +83,9 @@ class SandboxPool:
         for session in sessions:
             session.close()
         with self._lock:
-            servers, self._retired = [*self._retired, self._zygote], []
+            zygote = self._zygote
         self._finalizer.detach()
-        for server in servers:
-            server.close()
+        zygote.close()
 
     def __enter__(self) -> "SandboxPool":
         return self
@@ -101,9 +100,9 @@ class SandboxPool:
                 raise SandboxError("the pool is closed")
             if not self._zygote.alive:
                 log.warning("the sandbox server had ended (%s); a new one is started", self._zygote.last_words())
-                self._retired.append(self._zygote)
-                self._zygote = Zygote(self.policy)
                 self._finalizer.detach()
+                self._zygote.close()  # its sessions died with it; its files go now
+                self._zygote = Zygote(self.policy)
                 self._finalizer = weakref.finalize(self, Zygote.close, self._zygote)
             zygote = self._zygote
             self._count += 1
@@ -131,7 +130,7 @@ class Session:
     def run(self, code: str, timeout: float | None = None, bind: Sequence[str] = ()) -> Result:
         """Run one cell. Never raises for what the code did; SandboxError if the sandbox itself failed.
 
-        timeout: seconds instead of the policy's. bind: names under which the returned pictures become variables, in order.
+        timeout: seconds instead of the policy's. bind: names under which returned pictures become variables, in order.
         """
         for name in bind:
             if not name.isidentifier() or keyword.iskeyword(name):
@@ -169,7 +168,7 @@ class Session:
         header = {"op": "inputs", "nonce": nonce, "images": shapes, "seed": self._seed}
         deadline = time.monotonic() + _INPUT_LIMIT
         try:
-            parts = (wire.pack(header), *(memoryview(a) for a in self._inputs.values()))
+            parts = (wire.pack(header), *(a.data for a in self._inputs.values()))
             wire.send(process.sock, process.status_fd, parts, deadline)
             reader = wire.Reader(process.sock, process.status_fd, deadline, deadline, lambda: None)
             wire.check_nonce(reader.message(self._pool.policy.max_header), nonce)
@@ -257,9 +256,16 @@ class Session:
         if error is not None:
             error = {key: _text(v) if isinstance(v, bytes) else v for key, v in error.items()}
         return Result(
-            status, _text(header["stdout"]), _text(header["stderr"]), None if header["repr"] is None else _text(header["repr"]),
-            error, images, dropped, Usage(time.monotonic() - start, 0.0, header["cpu"], header["rss"]), header["bound"],
-        )  # fmt: skip
+            status=status,
+            stdout=_text(header["stdout"]),
+            stderr=_text(header["stderr"]),
+            repr=None if header["repr"] is None else _text(header["repr"]),
+            error=error,
+            images=images,
+            dropped=dropped,
+            usage=Usage(wall_s=time.monotonic() - start, cpu_s=header["cpu"], peak_rss=header["rss"]),
+            bound=header["bound"],
+        )
 
     def _gone(self, process: Process, start: float) -> Result:
         """The socket or the process has ended: by itself, by the caller, or because the server is dead."""
@@ -274,11 +280,11 @@ class Session:
             return Result("cancelled", session_alive=False)
         if status is None:
             return self._dead(
-                "protocol_error", "ProtocolError", "killed because it closed its channel; its variables are lost", start
+                "protocol_error", "ProtocolError", "killed because it closed its channel, variables lost", start
             )
         if status == -signal.SIGXCPU:
             return self._dead(
-                "hard_timeout", "HardTimeout", f"it used {self._pool.policy.session_cpu} s of CPU and was killed", start
+                "hard_timeout", "HardTimeout", f"killed after {self._pool.policy.session_cpu} s of CPU", start
             )
         return self._dead("crashed", "SessionCrashed", f"{process.describe_exit()}; its variables are lost", start)
 

@@ -18,7 +18,7 @@ import time
 import msgpack
 
 from .policy import PROFILES, Policy, SandboxError
-from .wire import STATUS
+from .wire import HEAD, STATUS, pack
 
 _START_LIMIT = 60.0  # seconds for the preload: matplotlib's font cache may have to be built on a slow disk
 _FORK_LIMIT = 20.0
@@ -45,10 +45,9 @@ def remove_tree(path: str) -> None:
     except FileNotFoundError:
         return
     except (OSError, RecursionError):
+        null = subprocess.DEVNULL
         for command in (["chmod", "-R", "u+rwx", "--", path], ["rm", "-rf", "--", path]):
-            subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-            )
+            subprocess.run(command, stdin=null, stdout=null, stderr=null, check=False)
 
 
 class Zygote:
@@ -59,11 +58,13 @@ class Zygote:
         self.scratch = tempfile.mkdtemp(prefix="pyvision-sandbox-")
         config = {"scratch": self.scratch, "limits": dataclasses.asdict(policy)}
         environment = {
-            "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": self.scratch, "TMPDIR": self.scratch, "MPLBACKEND": "agg",
-            "MPLCONFIGDIR": os.path.join(self.scratch, "matplotlib"),
-            "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",  # the order of a set of strings is the same in every run
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",  # one thread before any fork
-            "MALLOC_TOP_PAD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20),  # fewer page faults after each fork
+            "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": self.scratch, "TMPDIR": self.scratch,
+            "MPLBACKEND": "agg", "MPLCONFIGDIR": os.path.join(self.scratch, "matplotlib"),
+            "PYTHONHASHSEED": "0",  # the order of a set of strings is the same in every run
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # One thread before any fork, and one heap: an arena for each thread would count against the memory limit.
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1",
+            "MALLOC_TOP_PAD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20),  # fewer page faults after a fork
         }  # fmt: skip
         # No `site`: neither .pth files nor a sitecustomize run in the server.
         code = f"import sys; sys.path += {folders!r}; from pyvision_sandbox.zygote import main; main()"
@@ -93,7 +94,7 @@ class Zygote:
                 raise SandboxError(f"the sandbox server did not start: {e}") from e
             if not hello:
                 raise SandboxError(f"the sandbox server did not start: {self.last_words()}")
-            self.versions = msgpack.unpackb(hello)
+            self.versions = msgpack.unpackb(hello[HEAD.size :])
             self.control.settimeout(_FORK_LIMIT)
 
     def last_words(self) -> str:
@@ -105,7 +106,7 @@ class Zygote:
 
     def request(self, message: dict, fds: tuple[int, ...] = ()) -> None:
         try:
-            socket.send_fds(self.control, [msgpack.packb(message)], fds)
+            socket.send_fds(self.control, [pack(message)], list(fds))
         except OSError as e:
             raise SandboxError(f"the sandbox server has ended: {self.last_words()}") from e
 
@@ -170,7 +171,7 @@ class Process:
                 pass
 
     def wait(self, limit: float) -> int | None:
-        """Its exit status, or None if it still runs after `limit` seconds. Raises SandboxError if the server is dead."""
+        """Its exit status, or None if it still runs after `limit` s. Raises SandboxError if the server is dead."""
         if self.exit_status is None and select.select([self.status_fd], [], [], limit)[0]:
             self.exit_status = self._status(0)[1]
         return self.exit_status
@@ -187,7 +188,7 @@ class Process:
             return f"its process was ended by signal {-status}"
 
     def close(self) -> None:
-        """Kill the process and all that it started, and remove its files. Returns when they are gone; may be repeated."""
+        """Kill the process and all that it started, remove its files. Returns when they are gone; may be repeated."""
         if self.reaped:
             return
         self.send_signal(signal.SIGKILL)

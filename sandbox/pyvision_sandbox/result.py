@@ -20,9 +20,9 @@ class Usage:
 class Result:
     """One execution.
 
-    status: `ok`; `error` (an exception, `sys.exit` included); `soft_timeout` (interrupted, state kept); `memory` (a MemoryError
-    reached the top, state kept); `hard_timeout` (killed), `crashed` (the process ended by itself), `protocol_error` (it spoke
-    out of turn and was killed); `cancelled` (closed by the caller while it ran).
+    status: `ok`; `error` (an exception, `sys.exit` included); `soft_timeout` (interrupted, state kept); `memory` (a
+    MemoryError reached the top, state kept); `hard_timeout` (killed), `crashed` (the process ended by itself),
+    `protocol_error` (it spoke out of turn and was killed); `cancelled` (closed by the caller while it ran).
     """
 
     status: str

@@ -3,6 +3,7 @@
 import ast
 import base64
 import builtins
+import contextlib
 import io
 import linecache
 import os
@@ -50,7 +51,7 @@ def encode(text: str) -> bytes:
 class Capture(io.RawIOBase):
     """The bytes of sys.stdout or sys.stderr: the first and the last are kept, what lies between is counted.
 
-    What children and C code write to the descriptor itself goes to a memory file and is appended at the end of the cell.
+    What children and C code write to the descriptor goes to a memory file and is appended at the end of the cell.
     """
 
     def __init__(self, fd: int, limit: int):
@@ -236,20 +237,20 @@ class Runner:
             status, error = error_late
         texts, dropped = {}, {"repr": cut}
         for name, raw in self.streams.items():
-            try:
+            with contextlib.suppress(ValueError):  # closed by the code: what it wrote before is in `raw`
                 self.wrappers[name].flush()
-            except ValueError:
-                pass  # closed by the code; what it wrote before is in `raw`
             texts[name], dropped[name] = raw.take()
         return {
-            "status": status, **texts, "repr": value, "error": error, "dropped": dropped, "interrupted": self.interrupted,
-            "cpu": time.process_time() - cpu,
+            "status": status, **texts, "repr": value, "error": error, "dropped": dropped,
+            "interrupted": self.interrupted, "cpu": time.process_time() - cpu,
         }  # fmt: skip
 
     def _execute(self, code: str, filename: str) -> tuple[bytes | None, int]:
         """Run the code; returns the repr of a last bare expression and the number of bytes cut from it."""
         tree = ast.parse(code, filename)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last = tree.body[-1] if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        if last is not None:
+            tree.body.pop()
         if tree.body:
             exec(compile(tree, filename, "exec", dont_inherit=True), self.names)
         if last is None:

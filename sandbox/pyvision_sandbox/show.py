@@ -1,7 +1,7 @@
 """Inside a session: every way in which code shows a picture ends here, as raw RGB pixels (no PNG in the hot path).
 
-`plt.show()` in its spellings, `fig.show()`, `plt.pause`, figures left open at the end of a cell, `Image.show()`, `display(x)`
-and a picture as the last expression. Pictures beyond the limits are counted, with the reason.
+`plt.show()` in its spellings, `fig.show()`, `plt.pause`, figures left open at the end of a cell, `Image.show()`,
+`display(x)` and a picture as the last expression. Pictures beyond the limits are counted, with the reason.
 """
 
 import importlib.abc
@@ -17,7 +17,7 @@ _MAX_REASONS = 8
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB. Transparency lies on white; 16 bits keep the upper 8; I and F that leave 0..255 are stretched to it."""
+    """Any mode -> RGB. Transparency lies on white; of 16 bits the upper 8; I and F beyond 0..255 are stretched."""
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I;16"):
@@ -179,7 +179,7 @@ def _patch_pyplot(pyplot: Any) -> None:
         switch_backend(name if name.lower() in ("agg", "pdf", "ps", "svg", "cairo", "template") else "agg")
 
     pyplot.show, pyplot.switch_backend = show, switch
-    FigureManagerBase.show = show_one
+    setattr(FigureManagerBase, "show", show_one)  # noqa: B010 (a plain assignment is a type error)
 
 
 def install() -> None:

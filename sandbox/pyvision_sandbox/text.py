@@ -1,11 +1,11 @@
-"""The text of a `Result` as a policy reads it. Pure functions; the picture placeholders and tags are the protocol's matter."""
+"""The text of a `Result` as a policy reads it: pure functions. Picture placeholders and tags are the protocol's."""
 
 import re
 
 from .result import Result
 
 # CSI and OSC sequences, then any other two-character escape.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[^\n])?")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
@@ -67,8 +67,8 @@ def _error(result: Result) -> str:
 def observation_text(result: Result, max_text: int = 8_000) -> str:
     """stdout, the value of the last expression, stderr, the error's last lines, notes: at most `max_text` characters.
 
-    Valid UTF-8 without control characters. Empty if the code printed nothing and nothing went wrong. When room is short the
-    end of the error (its message and line) and the notes are kept first, then the head and the tail of the output.
+    Valid UTF-8 without control characters. Empty if the code printed nothing and nothing went wrong. When room is short
+    the end of the error (its message and line) and the notes are kept first, then head and tail of the output.
     """
     notes = shorten("\n".join(_notes(result)), max_text // 2)
     room = max_text - len(notes) - 4  # the line ends between the parts

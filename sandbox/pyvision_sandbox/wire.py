@@ -1,8 +1,9 @@
 """The protocol between a pool and its sessions.
 
-A message is `PVS1`, a little-endian uint32 length, a msgpack map of that length, then raw pixel blobs whose sizes follow from
-the map. A request carries a random nonce that its answer must repeat. What comes from a session is untrusted: the length is
-checked before a byte is read, every key and type is checked, nothing is unpickled, one deadline covers the whole answer.
+A message is `PVS1`, a little-endian uint32 length, a msgpack map of that length, then raw pixel blobs whose sizes
+follow from the map. A request carries a random nonce that its answer must repeat. What comes from a session is
+untrusted: the length is checked before a byte is read, every key and type is checked, nothing is unpickled, one
+deadline covers it all.
 """
 
 import os
@@ -36,7 +37,7 @@ class Gone(Exception):
 
 
 def pack(header: dict[str, Any]) -> bytes:
-    packed = msgpack.packb(header, use_bin_type=True)
+    packed: bytes = msgpack.packb(header, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
     return HEAD.pack(MAGIC, len(packed)) + packed
 
 
@@ -68,11 +69,16 @@ def send(sock: socket.socket, status_fd: int, parts: Iterable[bytes | memoryview
 
 
 class Reader:
-    """Reads one answer under a soft and a hard deadline (time.monotonic); `on_soft` runs once when the soft one passes."""
+    """Reads one answer under a soft and a hard deadline (time.monotonic).
+
+    `on_soft` runs when the soft one passes and three times more until the hard one: a session that was too starved of
+    CPU to have begun the cell ignores the first. The runner heeds only one for each cell.
+    """
 
     def __init__(self, sock: socket.socket, status_fd: int, soft: float, hard: float, on_soft: Callable[[], None]):
         self.sock, self.status_fd, self.soft, self.hard, self.on_soft = sock, status_fd, soft, hard, on_soft
         self.soft_passed = False
+        self._next, self._step = soft, max((hard - soft) / 4, 1e-3)
 
     def fill(self, view: memoryview) -> None:
         while view:
@@ -88,17 +94,18 @@ class Reader:
             view = view[n:]
 
     def _wait(self) -> None:
-        readable, ended = _poll(self.sock, self.status_fd, select.POLLIN, self.hard if self.soft_passed else self.soft)
+        readable, ended = _poll(self.sock, self.status_fd, select.POLLIN, min(self._next, self.hard))
         if readable:
             return
         if ended:
-            # It may have answered between the read and the poll, and died then: look once more, now that nothing can follow.
+            # It may have answered between the read and the poll, and died then: look once more, nothing can follow now.
             if _poll(self.sock, -1, select.POLLIN, 0.0)[0]:
                 return
             raise Gone("the session ended")
-        if self.soft_passed:
+        if self._next >= self.hard:
             raise Silent
         self.soft_passed = True
+        self._next += self._step
         self.on_soft()
 
     def message(self, max_header: int) -> dict[str, Any]:
@@ -125,7 +132,7 @@ class Reader:
         images = []
         for h, w in sizes:
             image = np.empty((h, w, 3), np.uint8)
-            self.fill(memoryview(image).cast("B"))
+            self.fill(image.data.cast("B"))
             images.append(image)
         return images
 
@@ -134,10 +141,10 @@ def new_nonce() -> bytes:
     return os.urandom(16)
 
 
-# ---------------------------------------------------------------------------------------------------- checks of an answer
+# ------------------------------------------------------------------------------------------------ checks of an answer
 _ANSWER = {
-    "nonce": bytes, "status": str, "stdout": bytes, "stderr": bytes, "repr": bytes | None, "error": dict | None, "images": list,
-    "dropped": dict, "bound": list, "cpu": float, "rss": int, "interrupted": bool,
+    "nonce": bytes, "status": str, "stdout": bytes, "stderr": bytes, "repr": bytes | None, "error": dict | None,
+    "images": list, "dropped": dict, "bound": list, "cpu": float, "rss": int, "interrupted": bool,
 }  # fmt: skip
 _ERROR = {"name": bytes, "message": bytes, "traceback": bytes, "line": int | None}
 _DROPPED = {"stdout": int, "stderr": int, "repr": int, "images": int, "reasons": list}
@@ -163,7 +170,7 @@ def check_nonce(header: dict[str, Any], nonce: bytes) -> None:
 
 
 def check_answer(header: dict[str, Any], nonce: bytes, policy: Policy, bind: list[str]) -> list[tuple[int, int]]:
-    """Check every key, type and bound of a cell's answer; returns the (height, width) of the pictures that follow it."""
+    """Check every key, type and bound of a cell's answer; returns (height, width) of the pictures that follow it."""
     check_nonce(header, nonce)
     _fields("an answer", header, _ANSWER)
     _fields("a drop count", header["dropped"], _DROPPED)

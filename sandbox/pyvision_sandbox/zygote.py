@@ -1,11 +1,12 @@
 """The server: exec'd fresh with a fixed environment, preloads once, then forks one session per request.
 
-Started by process.py as `python -c ... zygote.main()`; argv: descriptor of the control socket, JSON configuration. Control
-messages are msgpack maps in one datagram each: `{op: spawn, n}` with two descriptors (the session's socket and the write end of
-its status pipe) and `{op: reap, n}`. On the status pipe the server tells the session's pid, then its exit status. A dead session
-stays unreaped until the pool says `reap`: until then its pid and process group cannot be taken by another process.
+Started by process.py as `python -c ... zygote.main()`; argv: descriptor of the control socket, JSON configuration.
+Control messages are msgpack maps in one datagram each: `{op: spawn, n}` with two descriptors (the session's socket and
+the write end of its status pipe) and `{op: reap, n}`. On the status pipe the server tells the session's pid, then its
+exit status. A dead session stays unreaped until the pool says `reap`: until then pid and process group are its own.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -17,6 +18,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from typing import Any
 
@@ -24,14 +26,13 @@ import msgpack
 
 from . import show
 from .runner import CHANNEL_FD, Runner
-from .wire import STATUS
+from .wire import HEAD, STATUS, pack
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NUMPY_PIL = (
-    "base64", "collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "statistics", "tempfile",
-    "numpy", "numpy.fft", "numpy.linalg", "numpy.random",
-    "PIL.Image", "PIL.ImageChops", "PIL.ImageDraw", "PIL.ImageEnhance", "PIL.ImageFilter", "PIL.ImageFont", "PIL.ImageOps",
-    "PIL.JpegImagePlugin", "PIL.PngImagePlugin",
+    "base64", "collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "statistics",
+    "tempfile", "numpy", "numpy.fft", "numpy.linalg", "numpy.random", "PIL.Image", "PIL.ImageChops", "PIL.ImageDraw",
+    "PIL.ImageEnhance", "PIL.ImageFilter", "PIL.ImageFont", "PIL.ImageOps", "PIL.JpegImagePlugin", "PIL.PngImagePlugin",
 )  # fmt: skip
 _PRELOAD = {"numpy_pil": _NUMPY_PIL, "vision": (*_NUMPY_PIL, "matplotlib", "matplotlib.pyplot", "matplotlib.patches")}
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -98,7 +99,7 @@ class Server:
             os.mkdir(home, 0o700)
             os.chdir(home)
             os.environ.update(HOME=home, TMPDIR=home, PWD=home)
-            sys.modules["tempfile"].tempdir = None
+            tempfile.tempdir = None  # else it remembers the server's folder
             self._limit()
             signal.set_wakeup_fd(-1)
             gc.enable()
@@ -120,7 +121,7 @@ class Server:
         ):
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            # CPU: the soft limit's SIGXCPU tells the cause; at an equal hard limit the kernel would send a plain SIGKILL.
+            # CPU: the soft limit's SIGXCPU tells the cause; at an equal hard limit the kernel sends a plain SIGKILL.
             hard = value + 5 if kind == resource.RLIMIT_CPU and hard == resource.RLIM_INFINITY else value
             resource.setrlimit(kind, (value, hard))
 
@@ -135,14 +136,18 @@ class Server:
         _kill_group(pid)
         self._kill_orphans()
         os.close(pidfd)
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the pool has gone away meanwhile
             os.write(status, STATUS.pack(b"X", code))
-        except BrokenPipeError:
-            pass  # the pool has gone away meanwhile
         os.close(status)
 
     def _kill_orphans(self) -> None:
-        """Children of this process that are no sessions: daemons whose session has ended. Killing one may hand over its own."""
+        """Children of this process that are no sessions: daemons whose session has ended.
+
+        Killing one may hand its own children over to us, hence the loop. Where the kernel does not list children
+        (gVisor) only the process group is killed.
+        """
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+            return
         known = {pid for pid, _, _ in self.sessions.values()}
         for _ in range(1000):
             with open(f"/proc/self/task/{os.getpid()}/children") as f:
@@ -188,7 +193,7 @@ class Server:
         data, fds, _, _ = socket.recv_fds(self.control, 4096, 2)
         if not data:
             return False
-        message = msgpack.unpackb(data)
+        message = msgpack.unpackb(data[HEAD.size :])
         if message["op"] == "spawn":
             self.spawn(message["n"], *fds)
         else:
@@ -209,10 +214,8 @@ def _append_only(fd: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _mapped_bytes() -> int:
@@ -231,7 +234,7 @@ def main() -> None:
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("the preload left threads running: a fork would lose them")
     server = Server(control, config)
-    control.send(msgpack.packb({"numpy": sys.modules["numpy"].__version__, "pillow": sys.modules["PIL"].__version__}))
+    control.send(pack({"numpy": sys.modules["numpy"].__version__, "pillow": sys.modules["PIL"].__version__}))
     try:
         server.serve()
     finally:
