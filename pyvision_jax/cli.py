@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +22,9 @@ app = typer.Typer(
 )
 weights = typer.Typer(help="Weights from and to Hugging Face directories.", no_args_is_help=True)
 sandbox = typer.Typer(help="The process that runs the policy's code.", no_args_is_help=True)
+data = typer.Typer(help="Files of records.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
+app.add_typer(data, name="data")
 app.add_typer(sandbox, name="sandbox")
 
 BAD_INPUT = 2  # exit code: the input is at fault, and the one line on stderr says where
@@ -125,37 +126,70 @@ def doctor() -> None:
 
 @sandbox.command("check")
 def sandbox_check(
-    min_level: Annotated[
-        str, typer.Option(help="isolation to ask for: none, seccomp, landlock or namespaces")
-    ] = "none",
+    min_level: Annotated[str, typer.Option(help="weakest isolation to accept; see the report for the names")] = "none",
 ) -> None:
-    """Start a sandbox, run a cell in it, and report what confines it."""
-    from pyvision_jax.cli_machine import try_sandbox
+    """Print what confines the code on this machine, and try it with a dozen probes. Exit code 1 if one fails."""
     from pyvision_sandbox import SandboxError
+    from pyvision_sandbox.__main__ import check
 
     with stops_on(SandboxError, ValueError):
-        typer.echo(str(try_sandbox(min_level)))
+        held = check(min_level=min_level)
+    raise typer.Exit(0 if held else 1)
 
 
 @sandbox.command("run")
 def sandbox_run(
-    file: Annotated[Path, typer.Argument(help="Python file to run as one cell; - reads standard input")],
+    file: Annotated[Path, typer.Argument(help="Python file to run as one cell")],
     image: Annotated[list[Path] | None, typer.Option(help="picture, bound as image_clue_0, image_clue_1, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the pictures that the code shows")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds of wall time")] = 10.0,
-    seed: Annotated[int, typer.Option(help="of the session's random generators")] = 0,
 ) -> None:
     """Run a file as the policy's code is run. Exit code 1 if it fails."""
-    from pyvision_jax.cli_machine import run_file
-    from pyvision_jax.data.media import MediaError
     from pyvision_sandbox import SandboxError
+    from pyvision_sandbox.__main__ import run_file
 
-    if str(file) != "-" and not file.is_file():
-        raise typer.BadParameter(f"{file} does not exist", param_hint="FILE")
-    code = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    with stops_on(SandboxError, MediaError):
-        ok = run_file(code, image or [], out, timeout, seed)
+    with stops_on(SandboxError, OSError):
+        ok = run_file(file, image or [], out, timeout)
     raise typer.Exit(0 if ok else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+@data.command("check")
+def data_check(
+    file: Annotated[Path, typer.Argument(help="JSONL file of records (docs/data.md)")],
+    media_root: Annotated[Path | None, typer.Option(help="where relative picture paths start [folder of FILE]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="do not open the pictures")] = False,
+) -> None:
+    """Read every record and open every picture; name file, line and key of what is bad. Exit code 1 if anything is."""
+    from rich.console import Console
+
+    from pyvision_jax.cli_data import check_file
+
+    with stops_on(OSError):
+        good = check_file(file, media_root, not quick, Console())
+    raise typer.Exit(0 if good else 1)
+
+
+@data.command("show")
+def data_show(
+    file: Annotated[Path, typer.Argument(help="JSONL file of records (docs/data.md)")],
+    model: Annotated[Path, typer.Option(help="directory with config.json and the tokenizer")],
+    record: Annotated[str, typer.Option(help="number of the record from 0, or its id")] = "0",
+    media_root: Annotated[Path | None, typer.Option(help="where relative picture paths start [folder of FILE]")] = None,
+    template: Annotated[str, typer.Option(help="wording of the first turn: image or brief")] = "image",
+) -> None:
+    """Print a record as the policy sees it; what the loss learns from is green."""
+    from rich.console import Console
+
+    from pyvision_jax.cli_data import show_record
+    from pyvision_jax.config import ProtocolConfig
+    from pyvision_jax.config_load import load
+
+    with stops_on(OSError, ValueError):  # RecordError, ConfigError and MediaError are ValueErrors
+        config = load(ProtocolConfig, None, [f"template={template}"])
+        show_record(file, record, model, media_root, config, Console())
 
 
 def main() -> None:

@@ -1,0 +1,182 @@
+"""From a configuration to the pieces that a recipe works with. What needs no device comes first, and fails first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from pyvision_jax.agents.protocol import AgentProtocol
+from pyvision_jax.agents.pyvision import PyVisionImage
+from pyvision_jax.config import DataConfig, ImageConfig, MeshConfig, ModelConfig, ProtocolConfig, RLConfig, SFTConfig
+from pyvision_jax.config_check import check, check_mesh
+from pyvision_jax.config_load import ConfigError
+from pyvision_jax.data.image_processing import ImageProcessor
+from pyvision_jax.data.jsonl import ReadReport, read_records
+from pyvision_jax.data.loader import Source
+from pyvision_jax.data.media import Generators
+from pyvision_jax.data.tokenizer import Tokenizer
+from pyvision_jax.models.config import ModelSpec
+from pyvision_jax.models.hf import import_weights
+from pyvision_jax.models.hf_files import read_json, read_spec
+from pyvision_jax.models.hf_names import FAMILIES
+from pyvision_jax.models.safetensors_io import WeightsError
+from pyvision_jax.models.spec import init_params
+from pyvision_jax.parallel.mesh import make_mesh
+from pyvision_jax.worlds import needle
+
+GENERATORS: Generators = needle.GENERATORS
+# Protocols by the name that a configuration gives them.
+PROTOCOLS: Mapping[str, Callable[..., AgentProtocol]] = MappingProxyType({"pyvision_image": PyVisionImage})
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What turns records into ids and pictures. Made without touching a device."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    processor: ImageProcessor
+    protocol: AgentProtocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """A source of records, and the lines of its file that were left out: `{file, row, key, reason}` each."""
+
+    source: Source
+    bad: list[dict[str, Any]]
+
+
+def build_host(config: SFTConfig | RLConfig, media_root: str | None = None) -> Host:
+    """Checks the whole configuration, reads the model's small files. Raises `ConfigError`."""
+    check(config)
+    spec, tokenizer, processor = read_model(config.model, config.image)
+    protocol = build_protocol(config.protocol, config.image, spec, tokenizer, processor, media_root)
+    return Host(spec, tokenizer, processor, protocol)
+
+
+def read_model(model: ModelConfig, image: ImageConfig) -> tuple[ModelSpec, Tokenizer, ImageProcessor]:
+    """Geometry, tokenizer and image processor; the pixel limits are those of `image`. Raises `ConfigError`."""
+    try:
+        spec = read_spec(model.path) if model.path else ModelSpec.from_hf(model.config)
+    except (WeightsError, ValueError) as error:
+        raise ConfigError(f"model.{'path' if model.path else 'config'}: {error}") from error
+    place = Path(model.tokenizer or model.path)
+    try:
+        tokenizer = Tokenizer(place)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.tokenizer: {error}") from error
+    _check_ids(spec, tokenizer, place)
+    return spec, tokenizer, _processor(model, image, spec)
+
+
+def build_protocol(
+    protocol: ProtocolConfig,
+    image: ImageConfig,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    processor: ImageProcessor,
+    media_root: str | None = None,
+) -> AgentProtocol:
+    """The dialogue's form by its name. Raises `ConfigError` for a name that does not exist."""
+    if protocol.name not in PROTOCOLS:
+        raise ConfigError(f"protocol.name: {protocol.name!r} does not exist; there are {', '.join(PROTOCOLS)}")
+    return PROTOCOLS[protocol.name](protocol, image, tokenizer, processor, spec, GENERATORS, media_root)
+
+
+def build_mesh(mesh: MeshConfig, rows: int) -> Mesh:
+    """The mesh over all devices; `rows` of a micro-batch must divide over it. Raises `ConfigError`."""
+    return make_mesh(check_mesh(mesh, rows, len(jax.devices())))
+
+
+def build_params(
+    model: ModelConfig, seed: int, mesh: Mesh | None = None, progress: Callable[[str, int], None] | None = None
+) -> Any:
+    """Parameters, float32, each leaf born where the mesh puts it: read from `model.path`, or random for `model.config`.
+
+    Raises `ConfigError` naming the tensors at fault.
+    """
+    try:
+        if model.path:
+            return import_weights(model.path, mesh, dtype=np.float32, progress=progress)[1]
+        spec = ModelSpec.from_hf(model.config)
+        return init_params(FAMILIES[spec.family].specs(spec), jax.random.key(seed), mesh=mesh)
+    except (WeightsError, ValueError) as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def build_tasks(data: DataConfig) -> Records:
+    """Tasks of `data.train`. A generated world takes `data.options`: split, count, start. Raises `ConfigError`."""
+    return _records(
+        data, data.train, lambda options: needle.NeedleTasks(**{"split": "rl", "count": 100_000, **options})
+    )
+
+
+def build_traces(data: DataConfig) -> Records:
+    """Traces of `data.train`. A generated world takes `data.options`: split, count, start, script."""
+    return _records(
+        data, data.train, lambda options: needle.NeedleTraces(**{"split": "sft", "count": 100_000, **options})
+    )
+
+
+def build_evaluation(data: DataConfig, count: int = 256) -> Records:
+    """Held-out tasks of `data.eval`; `count` of a generated world."""
+    return _records(data, data.eval, lambda _: needle.evaluation_tasks(count))
+
+
+def _records(data: DataConfig, name: str, world: Callable[[dict[str, Any]], Source]) -> Records:
+    if name == "needle":
+        try:
+            return Records(world(data.options), [])
+        except TypeError as error:
+            raise ConfigError(f"data.options: {error}") from error
+    report = ReadReport()
+    try:
+        records = read_records(name, report=report)
+    except OSError as error:
+        raise ConfigError(f"data: {error}") from error
+    if not records:
+        first = f"; the first: {report.bad[0]}" if report.bad else ""
+        raise ConfigError(f"data: {name} holds no usable record ({len(report.bad)} bad lines{first})")
+    return Records(records, report.rows())
+
+
+def _processor(model: ModelConfig, image: ImageConfig, spec: ModelSpec) -> ImageProcessor:
+    stored = Path(model.path) / "preprocessor_config.json"
+    try:
+        config = read_json(stored) if model.path and stored.is_file() else {}
+        processor = ImageProcessor.from_hf(config)
+    except (WeightsError, ValueError) as error:
+        raise ConfigError(f"{stored}: {error}") from error
+    vision = spec.vision
+    return dataclasses.replace(
+        processor,
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=image.min_pixels,
+        max_pixels=image.max_pixels,
+        max_aspect=min(image.max_aspect, processor.max_aspect),
+    )
+
+
+def _check_ids(spec: ModelSpec, tokenizer: Tokenizer, place: Path) -> None:
+    if tokenizer.vocab_size > spec.text.vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids, the model {spec.text.vocab_size:,}"
+        raise ConfigError(f"model.tokenizer: {place} has {sizes}")
+    pairs = {
+        "<|image_pad|>": (tokenizer.image_pad, spec.image_token),
+        "<|video_pad|>": (tokenizer.video_pad, spec.video_token),
+        "<|vision_start|>": (tokenizer.vision_start, spec.vision_start),
+        "<|vision_end|>": (tokenizer.vision_end, spec.vision_end),
+    }
+    for name, (ours, models) in pairs.items():
+        if ours != models:
+            raise ConfigError(f"model.tokenizer: {name} is id {ours} in {place}, {models} in the model")

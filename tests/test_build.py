@@ -1,0 +1,150 @@
+"""From a configuration to pieces: models from a directory or a mapping, records, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from pyvision_jax.cli import app
+from pyvision_jax.config import DataConfig, ImageConfig, MeshConfig, ModelConfig, ProtocolConfig, SFTConfig
+from pyvision_jax.config_load import ConfigError, load
+from pyvision_jax.data.tokenizer import Tokenizer, train_tiny
+from pyvision_jax.models.config import ModelSpec
+from pyvision_jax.models.hf import export_weights
+from pyvision_jax.recipes.build import (
+    build_evaluation,
+    build_host,
+    build_mesh,
+    build_params,
+    build_protocol,
+    build_tasks,
+    build_traces,
+    read_model,
+)
+from tests.tiny import tiny_spec
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tiny(["Which digit is in the red box?", "<answer>\n\\boxed{4}\n</answer>"], 320).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def spec(tokenizer_dir: Path) -> ModelSpec:
+    t = Tokenizer(tokenizer_dir)
+    return tiny_spec(
+        vocab_size=t.vocab_size,
+        layers=1,
+        depth=1,
+        fullatt_blocks=(0,),
+        ids=(t.image_pad, t.video_pad, t.vision_start, t.vision_end),
+    )
+
+
+def test_a_model_from_a_mapping_and_from_its_export_is_the_same(
+    spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    mapped = ModelConfig(config=spec.to_hf(), tokenizer=str(tokenizer_dir))
+    image = ImageConfig(min_pixels=28 * 28, max_pixels=56 * 56)
+    assert read_model(mapped, image)[0] == spec
+    params = build_params(mapped, seed=3)
+    export_weights(params, spec, tmp_path / "model", tokenizer_dir=tokenizer_dir)
+
+    stored = ModelConfig(path=str(tmp_path / "model"))
+    again, tokenizer, processor = read_model(stored, image)
+    assert again == spec and tokenizer.vocab_size == spec.text.vocab_size
+    assert (processor.max_pixels, processor.patch_size) == (56 * 56, spec.vision.patch_size)
+    mesh = build_mesh(MeshConfig(2, 2, 2), rows=8)
+    sharded = build_params(stored, seed=0, mesh=mesh)
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(sharded), strict=True):
+        assert len(other.sharding.device_set) == 8
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_does_not_fit_is_named(spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path) -> None:
+    hf = spec.to_hf()
+    image = ImageConfig()
+
+    def message(model: ModelConfig) -> str:
+        with pytest.raises(ConfigError) as caught:
+            read_model(model, image)
+        return str(caught.value)
+
+    assert "model.config: " in message(ModelConfig(config={"model_type": "other"}, tokenizer=str(tokenizer_dir)))
+    assert "model.tokenizer: " in message(ModelConfig(config=hf, tokenizer=str(tmp_path)))
+    wrong = ModelConfig(config={**hf, "image_token_id": 5}, tokenizer=str(tokenizer_dir))
+    assert "<|image_pad|>" in message(wrong) and "5 in the model" in message(wrong)
+    small = tiny_spec(vocab_size=96).to_hf()
+    assert "ids, the model 96" in message(ModelConfig(config=small, tokenizer=str(tokenizer_dir)))
+    model = read_model(ModelConfig(config=hf, tokenizer=str(tokenizer_dir)), image)
+    with pytest.raises(ConfigError, match=r"protocol\.name: 'pyvison'"):
+        build_protocol(ProtocolConfig(name="pyvison"), image, *model)
+    with pytest.raises(ConfigError, match="does not divide 8 devices"):
+        build_mesh(MeshConfig(data=3), rows=9)
+
+
+def test_the_generated_world_and_files(tmp_path: Path) -> None:
+    traces = build_traces(DataConfig(train="needle", options={"count": 3, "script": "tight"})).source
+    assert len(traces) == 3 and traces[0].messages[-1].role == "assistant"
+    assert build_tasks(DataConfig(train="needle")).source[0].messages[-1].role == "user"
+    assert len(build_evaluation(DataConfig(eval="needle"), 6).source) == 6
+    with pytest.raises(ConfigError, match=r"data\.options: .*colour"):
+        build_tasks(DataConfig(train="needle", options={"colour": "red"}))
+
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"id": "a", "messages": [{"role": "user", "content": "hi"}]}\n{"id": 3}\n')
+    records = build_tasks(DataConfig(train=str(path)))
+    assert len(records.source) == 1 and records.bad[0]["row"] == 2
+    path.write_text('{"id": 3}\n')
+    with pytest.raises(ConfigError, match=r"holds no usable record .1 bad lines; the first: .*line 1"):
+        build_tasks(DataConfig(train=str(path)))
+
+
+def test_a_host_is_built_without_a_device(spec: ModelSpec, tokenizer_dir: Path) -> None:
+    config = load(
+        SFTConfig,
+        None,
+        [f"model.config={json.dumps(spec.to_hf())}", f"model.tokenizer={tokenizer_dir}", "data.train=needle"],
+    )
+    host = build_host(config)
+    example = host.protocol.example(build_traces(config.data).source[0])
+    assert example.loss_weights.sum() > 0
+    with pytest.raises(ConfigError, match="steps: 0 is below 1"):
+        build_host(load(SFTConfig, None, ["steps=0"]))
+
+
+def test_data_commands(spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    export_weights(build_params(ModelConfig(config=spec.to_hf()), 0), spec, model, tokenizer_dir=tokenizer_dir)
+    Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
+    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}
+    trace = {
+        "id": "one",
+        "messages": [user, {"role": "assistant", "content": "four"}],
+        "media": ["a.png"],
+        "answer": "4",
+    }
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(trace) + "\n")
+
+    result = CliRunner().invoke(app, ["data", "check", str(path)])
+    assert result.exit_code == 0 and "1 records: 0 tasks, 1 traces" in result.stdout
+    result = CliRunner().invoke(app, ["data", "show", str(path), "--model", str(model), "--record", "one"])
+    assert result.exit_code == 0 and "<|image_pad|>x" in result.stdout and "1 pictures" in result.stdout, result.output
+    result = CliRunner().invoke(app, ["data", "show", str(path), "--model", str(model), "--record", "two"])
+    assert result.exit_code == 2 and "none is 'two'" in result.stderr
+
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    lines = [trace, {**trace, "id": "two", "media": ["b.png"]}, {**trace, "id": "three", "medias": []}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = CliRunner().invoke(app, ["data", "check", str(path)])
+    assert result.exit_code == 1
+    assert "record two, media[0]" in result.stdout and "line 3, medias: unknown key" in result.stdout
