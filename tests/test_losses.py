@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pyvision_jax.training.losses import Mean, kl_penalty, merge, policy_loss, safe_targets, token_weights, weighted
+from pyvision_jax.training.losses import Mean, kl_penalty, merge, policy_loss, token_weights, weighted
 
 # Two sequences: one learned token of advantage +1, three of advantage -1. Ratios 1.5 | 1.5, 1.0, 0.5.
 RATIOS = jnp.array([[1.5, 1.0, 1.0], [1.5, 1.0, 0.5]])
@@ -106,13 +106,3 @@ def test_bad_names_and_values():
         token_weights(COUNTS, np.array([0, 0]), "mean")
     with pytest.raises(ValueError, match="max_tokens"):
         token_weights(COUNTS, np.array([0, 0]), "seq_mean_token_sum_norm")
-
-
-def test_safe_targets_leave_learned_ones():
-    targets = jnp.array([3, 5])
-    assert safe_targets(
-        targets, jnp.array([1.0, 0.0]), np.array([True, False, False, False, False, True])
-    ).tolist() == [
-        3,
-        1,
-    ]

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 
+from pyvision_jax.data.image_processing import ImageProcessor, ProcessedImage
+from pyvision_jax.data.packing import Example, image_token_index
+from pyvision_jax.models.config import ModelSpec
+from pyvision_jax.models.positions import mrope_positions
 from pyvision_jax.rollout.trajectory import EndReason, Span, ToolCall, Trajectory
 
 
@@ -43,4 +48,42 @@ def toy_trajectory(
         end_reason=end_reason,
         rewards={"total": reward, "accuracy": reward if accuracy is None else accuracy},
         group=group,
+    )
+
+
+PROCESSOR = ImageProcessor(min_pixels=28 * 28, max_pixels=9 * 28 * 28)
+
+
+def random_image(seed: int, size: tuple[int, int] = (56, 56)) -> ProcessedImage:
+    """A picture of noise, (height, width) in pixels, multiples of 28."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+    return PROCESSOR.process(Image.fromarray(pixels))
+
+
+def random_example(
+    spec: ModelSpec, seed: int, images: list[ProcessedImage] | None = None, *, prompt: int = 3, learned: int = 5
+) -> Example:
+    """Pictures, `prompt` text ids, `learned` learned ids, two ids of an observation, two learned ones."""
+    rng = np.random.default_rng(seed)
+    images = images or []
+    ids: list[int] = [1]
+    for image in images:
+        tokens = PROCESSOR.grid_tokens(image.grid)
+        ids += [spec.vision_start, *[spec.image_token] * tokens, spec.vision_end]
+    ids += rng.integers(2, 40, prompt + learned + 4).tolist()
+    array = np.array(ids, np.int32)
+    weights = np.zeros(len(ids), np.float32)
+    weights[-learned - 4 : -4] = 1
+    weights[-2:] = 1
+    return Example(
+        name=f"example{seed}",
+        ids=array,
+        positions=mrope_positions(array, [image.grid for image in images], [], spec)[0],
+        loss_weights=weights,
+        image_index=image_token_index(array, spec.image_token),
+        images=images,
+        temperatures=rng.uniform(0.5, 1.5, len(ids)).astype(np.float32),
+        old_logprobs=rng.uniform(-5, -3, len(ids)).astype(np.float32),
+        ref_logprobs=rng.uniform(-5, -3, len(ids)).astype(np.float32),
+        advantages=np.full(len(ids), rng.normal(), np.float32),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -125,13 +124,3 @@ def token_weights(
             raise ValueError("seq_mean_token_sum_norm needs max_tokens, the constant length that sums are divided by")
         return active / float(max_tokens), float(active.sum())
     raise ValueError(f"unknown loss aggregation {aggregation!r}; one of {', '.join(AGGREGATIONS)}")
-
-
-def safe_targets(targets: Array, weights: Array, forbidden: np.ndarray | None) -> Array:
-    """Targets with those of weight 0 replaced by an id that is allowed.
-
-    A forbidden target (a picture token behind a policy turn) has log-probability -inf; it carries no loss, and must not
-    carry a NaN into the gradient either.
-    """
-    allowed = 0 if forbidden is None else int(np.flatnonzero(~np.asarray(forbidden))[0])
-    return jax.lax.select(weights > 0, targets, jnp.full_like(targets, allowed))
