@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pyvision_jax.models.config import TextConfig
 from pyvision_jax.models.spec import Spec
-from pyvision_jax.ops import Mask, attention, cache_mask, mrope_angles, packed_mask, rms_norm, rotate
+from pyvision_jax.ops import Mask, attention, cache_mask, linear, mrope_angles, packed_mask, rms_norm, rotate
 from pyvision_jax.parallel import shard
 
 REMAT = ("none", "block")
@@ -113,19 +113,20 @@ def embed(
 
 def _qkv(x: Array, p: Block, angles: tuple[Array, Array], eps: float) -> tuple[Array, Array, Array]:
     y = rms_norm(x, p.attn_norm, eps)
-    q = jnp.einsum("btd,dnh->bnth", y, p.q) + p.q_bias[:, None]
-    k = jnp.einsum("btd,dkh->bkth", y, p.k) + p.k_bias[:, None]
-    v = jnp.einsum("btd,dkh->bkth", y, p.v) + p.v_bias[:, None]
+    q, k, v = (
+        jnp.swapaxes(linear(y, weight) + bias, 1, 2)
+        for weight, bias in ((p.q, p.q_bias), (p.k, p.k_bias), (p.v, p.v_bias))
+    )
     return rotate(q, angles), rotate(k, angles), v
 
 
 def _finish(x: Array, attended: Array, p: Block, eps: float) -> Array:
     """Output projection and MLP, each with its residual."""
-    x = x + jnp.einsum("bnth,nhd->btd", attended, p.o)
+    b, n, t, h = attended.shape
+    x = x + linear(jnp.swapaxes(attended, 1, 2).reshape(b, t, n * h), p.o.reshape(n * h, -1))
     y = rms_norm(x, p.mlp_norm, eps)
     with jax.named_scope("mlp"):
-        gated = jax.nn.silu(jnp.einsum("btd,df->btf", y, p.gate)) * jnp.einsum("btd,df->btf", y, p.up)
-        x = x + jnp.einsum("btf,fd->btd", gated, p.down)
+        x = x + linear(jax.nn.silu(linear(y, p.gate)) * linear(y, p.up), p.down)
     return shard(x, "batch", None, None)
 
 
@@ -204,4 +205,4 @@ def head_matrix(params: Text) -> Float[Array, "d v"]:
 
 def logits(params: Text, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
     """float32 logits."""
-    return jnp.einsum("...d,dv->...v", hidden, head_matrix(params), preferred_element_type=jnp.float32)
+    return linear(hidden, head_matrix(params), jnp.float32)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from pyvision_jax.data.batch import VisionBatch
 from pyvision_jax.models.config import VISION_NORM_EPS, VISION_ROPE_THETA, VisionConfig
 from pyvision_jax.models.spec import Spec
-from pyvision_jax.ops import Mask, attention, grid_angles, group_mask, key_mask, rms_norm, rotate
+from pyvision_jax.ops import Mask, attention, grid_angles, group_mask, key_mask, linear, rms_norm, rotate
 from pyvision_jax.parallel import shard
 
 
@@ -91,13 +91,13 @@ def _block(
 ) -> Array:
     """x [r, p, d]: r rows of patches that attend among themselves."""
     y = rms_norm(x, p.norm1, VISION_NORM_EPS)
-    q, k, v = jnp.einsum("bpd,dcnh->cbnph", y, p.qkv) + p.qkv_bias[:, None, :, None]
+    q, k, v = jnp.moveaxis(linear(y, p.qkv) + p.qkv_bias, (2, 3), (0, 2))  # each [r, n, p, h]
     a = attention(rotate(q, angles), rotate(k, angles), v, mask, implementation=implementation)
-    x = x + jnp.einsum("bnph,nhd->bpd", a, p.proj) + p.proj_bias
+    x = x + linear(jnp.swapaxes(a, 1, 2).reshape(x.shape), p.proj.reshape(-1, x.shape[-1])) + p.proj_bias
     y = rms_norm(x, p.norm2, VISION_NORM_EPS)
-    gate = jnp.einsum("bpd,df->bpf", y, p.gate) + p.gate_bias
-    up = jnp.einsum("bpd,df->bpf", y, p.up) + p.up_bias
-    return x + jnp.einsum("bpf,fd->bpd", jax.nn.silu(gate) * up, p.down) + p.down_bias
+    gate = linear(y, p.gate) + p.gate_bias
+    up = linear(y, p.up) + p.up_bias
+    return x + linear(jax.nn.silu(gate) * up, p.down) + p.down_bias
 
 
 @jax.named_scope("vision")
@@ -137,7 +137,7 @@ def encode_images(
     if remat == "block":
         layer = jax.checkpoint(layer)
 
-    x = jnp.einsum("nwsc,cd->nwsd", batch.patches.astype(dtype), params.patch_embed)
+    x = linear(batch.patches.astype(dtype), params.patch_embed)
     x = shard(x, "batch", None, None, None)
     for i, p in enumerate(params.blocks):
         with jax.named_scope(f"layer_{i}"):

@@ -1,6 +1,7 @@
 """Operations shared by all models; each has one entry point."""
 
 from pyvision_jax.ops.attention import Mask, attention, cache_mask, group_mask, key_mask, packed_mask
+from pyvision_jax.ops.linear import linear
 from pyvision_jax.ops.logprobs import token_logprobs
 from pyvision_jax.ops.norm import rms_norm
 from pyvision_jax.ops.rope import grid_angles, mrope_angles, rotate
@@ -12,6 +13,7 @@ __all__ = [
     "grid_angles",
     "group_mask",
     "key_mask",
+    "linear",
     "mrope_angles",
     "packed_mask",
     "rms_norm",

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pyvision_jax.ops.linear import linear
+
 
 def token_logprobs(
     hidden: Float[Array, "*b t d"],
@@ -48,7 +50,7 @@ def token_logprobs(
 def _score(
     hidden: Array, head: Array, targets: Array, temperatures: Array, forbidden: Array | None
 ) -> tuple[Array, Array]:
-    logits = jnp.einsum("...d,dv->...v", hidden, head, preferred_element_type=jnp.float32)
+    logits = linear(hidden, head, jnp.float32)
     logits = logits / temperatures.astype(jnp.float32)[..., None]
     # A comparison instead of a gather: no scatter in the backward pass, and a head sharded over v needs no exchange.
     chosen = jnp.arange(head.shape[1], dtype=targets.dtype) == targets[..., None]

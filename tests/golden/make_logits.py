@@ -1,4 +1,4 @@
-"""Writes logits.npz: logits of transformers' Qwen2.5-VL (fp32, CPU) for the rows of `rows()`, with weights of tests/tiny.py.
+"""Writes logits.npz: float32 logits of transformers' Qwen2.5-VL for `model_rows.rows`, with weights of tests/tiny.py.
 
 PYTHONPATH=.:tests python tests/golden/make_logits.py
 """
