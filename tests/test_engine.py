@@ -279,6 +279,26 @@ def test_new_weights_void_every_cache():
         np.testing.assert_allclose(s.policy_logprobs, policy[s.start - 1 : s.start + len(s.ids) - 1], atol=1e-5)
 
 
+def test_new_weights_in_the_middle_of_a_turn_are_stamped_on_each_id():
+    eng = engine(version=1)
+    chunks = []
+
+    def between() -> None:
+        chunks.append(len(chunks))
+        if len(chunks) == 2:
+            eng.update(params(1), 2)
+
+    eng.submit(Request(prompt("swap"), n=5, seed=8))
+    mixed = 0
+    for s in list(eng.run(between)):
+        assert s.versions.tolist() == [1] * min(4, len(s.ids)) + [2] * (len(s.ids) - 4)
+        policy = [reference(eng.view(s.handle), weights=params(seed))[1] for seed in (0, 1)]
+        want = np.where(s.versions == 1, *(p[s.start - 1 : s.start + len(s.ids) - 1] for p in policy))
+        np.testing.assert_allclose(s.policy_logprobs, want, atol=1e-5)
+        mixed += len(s.ids) > 4
+    assert mixed
+
+
 def test_swapping_any_picture_changes_the_scores():
     def scores(first: ProcessedImage, second: ProcessedImage) -> list[np.ndarray]:
         eng = engine(SamplingConfig(temperature=0.0))
