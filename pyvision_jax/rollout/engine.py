@@ -31,7 +31,7 @@ from pyvision_jax.rollout.tags import Tag, TagAutomaton
 
 
 class Engine:
-    """Samples trajectories from one set of weights on this host's devices.
+    """Samples trajectories from one set of weights on this host's devices, outside any `jax.set_mesh` of the trainer.
 
     `repetition` stops a turn that repeats itself, looked at after every chunk. `prefill_tokens` bounds rows x ids of
     one prefill program (at least the largest bucket).
