@@ -38,7 +38,7 @@ class Span:
 
 @dataclasses.dataclass
 class ToolCall:
-    """One execution: the code, the sandbox's `Result` as plain data (`Result.to_dict()`), wall seconds, and image hashes."""
+    """One execution: the code, the sandbox's `Result` as plain data (`to_dict()`), wall seconds, and image hashes."""
 
     code: str
     result: dict[str, Any]
@@ -68,7 +68,7 @@ class Trajectory:
     temperatures: np.ndarray  # float32 [T]: temperature the token was sampled at
     versions: np.ndarray  # int32 [T]: weight version that sampled the token
     positions: np.ndarray  # int32 [3, T]
-    images: list[str] = dataclasses.field(default_factory=list)  # hashes (data.media.image_hash), in order of appearance
+    images: list[str] = dataclasses.field(default_factory=list)  # data.media.image_hash, in order of appearance
     image_grids: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (t, h, w) patches
     videos: list[str] = dataclasses.field(default_factory=list)
     entropies: np.ndarray | None = None
