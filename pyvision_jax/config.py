@@ -88,6 +88,7 @@ class ProtocolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
+    profile: str = "vision"  # what a session has imported already: numpy_pil | vision (matplotlib too)
     workers: int = 8  # sessions that may run code at the same time
     cell_timeout: float = 10.0  # seconds of wall time for one call
     memory_mb: int = 1_024
@@ -193,3 +194,16 @@ class RLConfig:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     save_trajectories: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoConfig:
+    """`pyvision demo`. Models, data and run directories of the stages are the demo's own."""
+
+    run_dir: str = "runs/demo"
+    seed: int = 0
+    eval_tasks: int = 256  # held out; half on photographs never trained on
+    from_scratch: bool = False  # warm vision up here, not from the checkpoint in the package
+    warmup_steps: int = 2_400
+    sft: SFTConfig = SFTConfig()
+    rl: RLConfig = RLConfig()

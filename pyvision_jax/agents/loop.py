@@ -1,0 +1,263 @@
+"""The agent loop: trajectories between the engine, a protocol and the sandbox.
+
+Rows go on decoding while tool calls of other rows run. Results are handed over in the order of submission once nothing
+can decode, so that what a trajectory becomes never depends on how long a tool took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from pyvision_jax.agents.protocol import AgentProtocol, Code, Final, Malformed, Observation, Prompt
+from pyvision_jax.agents.pyvision import TOOL_OFF
+from pyvision_jax.config import ProtocolConfig, SamplingConfig
+from pyvision_jax.data.media import ImageStore
+from pyvision_jax.data.records import Record
+from pyvision_jax.data.tokenizer import Tokenizer
+from pyvision_jax.rollout.engine import Engine
+from pyvision_jax.rollout.requests import Handle, Request, Segment, Stop
+from pyvision_jax.rollout.trajectory import EndReason, Span, ToolCall, Trajectory
+from pyvision_sandbox import Result, SandboxError, SandboxPool, Session
+
+_TIMEOUTS = ("soft_timeout", "hard_timeout")
+
+
+@dataclasses.dataclass
+class Collected:
+    """`groups[i]` are the rollouts of record i in sibling order, empty where the record was skipped."""
+
+    groups: list[list[Trajectory]]
+    skipped: list[tuple[str, str]]  # (record id, reason)
+
+
+@dataclasses.dataclass
+class _Live:
+    """A trajectory on its way."""
+
+    record: Record
+    prompt: Prompt
+    handle: Handle
+    place: tuple[int, int]  # group, sibling
+    seed: int
+    spans: list[Span]
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    calls: list[ToolCall] = dataclasses.field(default_factory=list)
+    images: int = 0  # in context
+    turns: int = 0
+    session: Session | None = None
+    answer: str | None = None
+
+
+class AgentLoop:
+    """Runs records through an engine. One loop serves training and evaluation, so both see the same policy.
+
+    `store` keeps every picture that a trajectory names by its hash, until the caller drops it. `threads` tool calls run
+    side by side (the pool has a limit of its own).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        protocol: AgentProtocol,
+        pool: SandboxPool,
+        config: ProtocolConfig,
+        tokenizer: Tokenizer,
+        store: ImageStore,
+        threads: int = 8,
+    ):
+        self.engine, self.protocol, self.pool, self.config = engine, protocol, pool, config
+        self.tokenizer, self.store = tokenizer, store
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tool")
+        self.seconds = {"build": 0.0, "generate": 0.0, "tools": 0.0}  # of the last collect; tools: waiting for results
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    def collect(
+        self,
+        records: Sequence[Record],
+        *,
+        group_size: int,
+        seed: int,
+        prefix: str = "",
+        sampling: SamplingConfig | None = None,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> Collected:
+        """`group_size` rollouts of each record. One whose prompt cannot be built or is too long is skipped and listed.
+
+        `seed` with a record's place decides its samples. `prompts` replaces what the protocol would build (a control).
+        Ids of trajectories are `prefix`record/sibling.
+        """
+        start = time.perf_counter()
+        self.seconds = {"build": 0.0, "generate": 0.0, "tools": 0.0}
+        live: dict[Handle, _Live] = {}
+        skipped: list[tuple[str, str]] = []
+        finished: dict[tuple[int, int], Trajectory] = {}
+        closing: list[Future[None]] = []
+        for index, record in enumerate(records):
+            try:
+                prompt = prompts[index] if prompts is not None else self.protocol.build(record)
+                handles = self.engine.submit(
+                    Request(
+                        prompt.ids,
+                        prompt.images,
+                        group=record.id,
+                        n=group_size,
+                        seeds=[_seed(seed, index, sibling) for sibling in range(group_size)],
+                        sampling=sampling,
+                    )
+                )
+            except ValueError as error:  # MediaError is one
+                skipped.append((record.id, str(error)))
+                continue
+            for image in prompt.images:
+                self.store.put(image)
+            end = len(prompt.ids)
+            spans = [Span("prompt", 0, end - prompt.prefix, 0, False)]
+            if prompt.prefix:
+                spans.append(Span("prefix", end - prompt.prefix, end, 0, False))
+            for handle in handles:
+                place = (index, handle.index)
+                live[handle] = _Live(record, prompt, handle, place, handle.seed, list(spans), images=len(prompt.images))
+        self.seconds["build"] = time.perf_counter() - start
+
+        calls: list[tuple[_Live, str, Future[tuple[Result, float]]]] = []
+
+        def finish(one: _Live, reason: EndReason) -> None:
+            finished[one.place] = self._trajectory(one, reason, prefix)
+            self.engine.release(one.handle)
+            del live[one.handle]
+            if one.session is not None:
+                closing.append(self._threads.submit(one.session.close))
+
+        while live:
+            start = time.perf_counter()
+            for segment in self.engine.run():
+                one = live[segment.handle]
+                outcome = self._turn(one, segment)
+                if isinstance(outcome, EndReason):
+                    finish(one, outcome)
+                elif isinstance(outcome, Code):
+                    calls.append((one, outcome.text, self._threads.submit(self._execute, one, outcome.text)))
+                elif not self._append(one, outcome):
+                    finish(one, EndReason.OVER_LENGTH)
+            self.seconds["generate"] += time.perf_counter() - start
+            start = time.perf_counter()
+            ready, calls = calls, []
+            for one, code, future in ready:
+                reason = self._result(one, code, future)
+                if reason is not None:
+                    finish(one, reason)
+            self.seconds["tools"] += time.perf_counter() - start
+        for future in closing:
+            future.result()
+        groups = [
+            [finished[index, sibling] for sibling in range(group_size) if (index, sibling) in finished]
+            for index in range(len(records))
+        ]
+        return Collected(groups, skipped)
+
+    def _turn(self, one: _Live, segment: Segment) -> EndReason | Code | Observation:
+        """Books a turn and says what follows: an end, code to run, or an observation to append."""
+        one.segments.append(segment)
+        one.turns += 1
+        one.spans.append(Span("policy", segment.start, segment.start + len(segment.ids), one.turns - 1, True))
+        if segment.stop in (Stop.LENGTH, Stop.TURN_LENGTH):
+            return EndReason.OVER_LENGTH
+        if segment.stop is Stop.REPETITION:
+            return EndReason.REPETITION
+        closed = segment.stop is Stop.END
+        data = self.tokenizer.decode_bytes(segment.ids[:-1] if closed else segment.ids)
+        text = data[: len(data) - segment.trim].decode("utf-8", "replace")
+        action = self.protocol.parse(text)
+        if isinstance(action, Final):
+            one.answer = action.value
+            return EndReason.ANSWERED
+        last = one.turns > self.config.max_calls
+        if isinstance(action, Malformed):
+            if self.config.error_policy == "stop" or last:
+                return EndReason.MALFORMED
+            return self.protocol.notice(action.hint, closed)
+        if last:
+            return EndReason.OVER_TURNS
+        if self.config.tool == "off":
+            return self.protocol.notice(TOOL_OFF, closed)
+        return action
+
+    def _execute(self, one: _Live, code: str) -> tuple[Result, float]:
+        start = time.perf_counter()
+        if one.session is None:
+            one.session = self.pool.session(seed=one.seed % 2**32, images=one.prompt.session_images)
+        names = [f"image_clue_{one.images + k}" for k in range(self.config.max_images)]
+        result = one.session.run(code, bind=names if self.config.bind_figures else ())
+        return result, time.perf_counter() - start
+
+    def _result(self, one: _Live, code: str, future: Future[tuple[Result, float]]) -> EndReason | None:
+        """Hands a tool result to its trajectory; the reason if that ends it."""
+        try:
+            result, seconds = future.result()
+        except SandboxError as error:
+            one.calls.append(ToolCall(code, {"status": "infrastructure", "error": {"message": str(error)}}, 0.0))
+            return EndReason.INFRASTRUCTURE
+        call = ToolCall(code, result.to_dict(), seconds)
+        one.calls.append(call)
+        if self.config.error_policy == "stop" and not call.ok:
+            return EndReason.TOOL_TIMEOUT if result.status in _TIMEOUTS else EndReason.TOOL_ERROR
+        observation = self.protocol.observe(result, one.segments[-1].stop is Stop.END, one.images)
+        if one.images + len(observation.images) > self.config.max_images:
+            return EndReason.OVER_IMAGES
+        if not self._append(one, observation):
+            return EndReason.OVER_LENGTH
+        call.images = [self.store.put(image) for image in observation.images]
+        one.images += len(observation.images)
+        return None
+
+    def _append(self, one: _Live, observation: Observation) -> bool:
+        """Text, placeholders and pixels together, or nothing where there is no room."""
+        if len(observation.ids) > self.engine.room(one.handle):
+            return False
+        start = one.segments[-1].start + len(one.segments[-1].ids)
+        self.engine.extend(one.handle, observation.ids, observation.images)
+        one.spans.append(Span("observation", start, start + len(observation.ids), one.turns - 1, False))
+        return True
+
+    def _trajectory(self, one: _Live, reason: EndReason, prefix: str) -> Trajectory:
+        view = self.engine.view(one.handle)
+        size = len(view.ids)
+
+        def spread(field: Callable[[Segment], np.ndarray], dtype: type) -> np.ndarray:
+            out = np.zeros(size, dtype)
+            for segment in one.segments:
+                out[segment.start : segment.start + len(segment.ids)] = field(segment)
+            return out
+
+        return Trajectory(
+            id=f"{prefix}{one.record.id}/{one.place[1]}",
+            record_id=one.record.id,
+            ids=view.ids,
+            spans=one.spans,
+            logprobs=spread(lambda s: s.logprobs, np.float32),
+            policy_logprobs=spread(lambda s: s.policy_logprobs, np.float32),
+            entropies=spread(lambda s: s.entropies, np.float32),
+            states=spread(lambda s: s.states, np.int32),
+            temperatures=spread(lambda s: s.temperatures, np.float32),
+            versions=spread(lambda s: s.versions, np.int32),
+            positions=view.positions,
+            images=[image.hash for image in view.images],
+            image_grids=[image.grid for image in view.images],
+            calls=one.calls,
+            end_reason=reason,
+            answer=one.answer,
+            group=one.record.id,
+            seed=one.seed,
+        )
+
+
+def _seed(seed: int, index: int, sibling: int) -> int:
+    low, high = np.random.SeedSequence((seed, index, sibling)).generate_state(2)
+    return int(high) << 32 | int(low)

@@ -1,0 +1,110 @@
+"""Rollouts for a recipe: one engine, one sandbox pool, and an agent loop per protocol over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pyvision_jax.agents.loop import AgentLoop, Collected
+from pyvision_jax.agents.protocol import AgentProtocol, Prompt
+from pyvision_jax.config import ProtocolConfig, RolloutConfig, SamplingConfig, SandboxConfig
+from pyvision_jax.data.image_processing import ImageProcessor
+from pyvision_jax.data.media import ImageStore
+from pyvision_jax.data.records import Record
+from pyvision_jax.data.tokenizer import Tokenizer
+from pyvision_jax.models.config import ModelSpec
+from pyvision_jax.rollout.engine import Engine
+from pyvision_sandbox import Policy, SandboxPool
+
+
+def open_pool(config: SandboxConfig) -> SandboxPool:
+    """The sandbox that a configuration asks for. Raises `SandboxUnavailable` below `config.min_level`."""
+    policy = Policy(
+        profile=config.profile,
+        memory_mb=config.memory_mb,
+        cell_timeout=config.cell_timeout,
+        max_text=config.max_text,
+        max_images=config.max_images,
+    )
+    return SandboxPool(policy, min_level=config.min_level, workers=config.workers)
+
+
+class Collector:
+    """What `recipes.rl.run` collects with, and what evaluation uses as well, so that both run the same programs.
+
+    The engine is made with the first parameters and keeps its compiled programs from then on. `images` holds the
+    pictures that trajectories name; whoever has used them empties it.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_spec: ModelSpec,
+        tokenizer: Tokenizer,
+        processor: ImageProcessor,
+        protocol: AgentProtocol,
+        protocol_config: ProtocolConfig,
+        rollout: RolloutConfig,
+        sampling: SamplingConfig,
+        pool: SandboxPool,
+        group_size: int,
+    ):
+        self.images = ImageStore()
+        self._spec, self._tokenizer, self._processor = model_spec, tokenizer, processor
+        self._protocol, self._protocol_config = protocol, protocol_config
+        self._rollout, self._sampling, self._pool, self._group_size = rollout, sampling, pool, group_size
+        self._engine: Engine | None = None
+        self._loop: AgentLoop | None = None
+
+    def __call__(self, params: Any, records: Sequence[Record], *, seed: int, version: int) -> Collected:
+        """A group of rollouts for each record, at the run's temperature (`recipes.rl.Collect`)."""
+        engine = self._with(params, version)
+        if self._loop is None:
+            self._loop = self._make_loop(engine, self._protocol, self._protocol_config)
+        return self._loop.collect(records, group_size=self._group_size, seed=seed, prefix=f"{version + 1}/")
+
+    def evaluate(
+        self,
+        params: Any,
+        records: Sequence[Record],
+        *,
+        seed: int,
+        temperature: float,
+        protocol: AgentProtocol | None = None,
+        protocol_config: ProtocolConfig | None = None,
+        prompts: Sequence[Prompt] | None = None,
+        tries: int = 1,
+    ) -> Collected:
+        """`tries` rollouts of each record at one temperature (0: greedy), by the run's protocol or another."""
+        engine = self._with(params, -1)
+        loop = self._make_loop(engine, protocol or self._protocol, protocol_config or self._protocol_config)
+        sampling = SamplingConfig(temperature, None, self._sampling.top_p, self._sampling.top_k)
+        try:
+            return loop.collect(records, group_size=tries, seed=seed, sampling=sampling, prompts=prompts)
+        finally:
+            loop.close()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+    def _with(self, params: Any, version: int) -> Engine:
+        if self._engine is None:
+            self._engine = Engine(
+                params,
+                self._spec,
+                self._rollout,
+                self._sampling,
+                self._tokenizer,
+                self._protocol.tags,
+                self._processor,
+                version=version,
+            )
+        else:
+            self._engine.update(params, version)
+        return self._engine
+
+    def _make_loop(self, engine: Engine, protocol: AgentProtocol, config: ProtocolConfig) -> AgentLoop:
+        threads = min(32, 4 * (os.cpu_count() or 1))  # they wait for the sandbox, whose pool has a limit of its own
+        return AgentLoop(engine, protocol, self._pool, config, self._tokenizer, self.images, threads)
