@@ -40,6 +40,48 @@ def stops_on(*errors: type[Exception]) -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from error
 
 
+# --------------------------------------------------------------------------------------------------------- training
+
+Arguments = Annotated[list[str], typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE]...", help="docs/configuration.md")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint of run_dir")]
+Replace = Annotated[bool, typer.Option("--replace", help="remove an earlier run in run_dir first")]
+Check = Annotated[bool, typer.Option("--check", help="check everything, print the arithmetic, start nothing")]
+
+
+def _split(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """A configuration file is an argument without `=`, and the first."""
+    if arguments and "=" not in arguments[0]:
+        return Path(arguments[0]), arguments[1:]
+    return None, arguments
+
+
+@app.command()
+def sft(arguments: Arguments, resume: Resume = False, replace: Replace = False, check: Check = False) -> None:
+    """Fine-tune on traces."""
+    from pyvision_jax.config import SFTConfig
+    from pyvision_jax.config_load import ConfigError, load
+
+    with stops_on(ConfigError):
+        config = load(SFTConfig, *_split(arguments))
+        from pyvision_jax.recipes.start import start_sft
+
+        start_sft(config, resume=resume, replace=replace, dry=check, say=typer.echo)
+
+
+@app.command()
+def rl(arguments: Arguments, resume: Resume = False, replace: Replace = False, check: Check = False) -> None:
+    """Reinforcement learning on tasks, with the tool."""
+    from pyvision_jax.config import RLConfig
+    from pyvision_jax.config_load import ConfigError, load
+    from pyvision_sandbox import SandboxUnavailable
+
+    with stops_on(ConfigError, SandboxUnavailable):
+        config = load(RLConfig, *_split(arguments))
+        from pyvision_jax.recipes.start import start_rl
+
+        start_rl(config, resume=resume, replace=replace, dry=check, say=typer.echo)
+
+
 # ---------------------------------------------------------------------------------------------------------- weights
 
 

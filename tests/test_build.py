@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +16,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from pyvision_jax.cli import app
-from pyvision_jax.config import DataConfig, ImageConfig, MeshConfig, ModelConfig, ProtocolConfig, SFTConfig
+from pyvision_jax.config import (
+    DataConfig,
+    ImageConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProtocolConfig,
+    SFTConfig,
+)
 from pyvision_jax.config_load import ConfigError, load
 from pyvision_jax.data.tokenizer import Tokenizer, train_tiny
 from pyvision_jax.models.config import ModelSpec
@@ -27,6 +39,7 @@ from pyvision_jax.recipes.build import (
     build_traces,
     read_model,
 )
+from pyvision_jax.training.state import Optimizer
 from tests.tiny import tiny_spec
 
 
@@ -148,3 +161,93 @@ def test_data_commands(spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path) -> 
     result = CliRunner().invoke(app, ["data", "check", str(path)])
     assert result.exit_code == 1
     assert "record two, media[0]" in result.stdout and "line 3, medias: unknown key" in result.stdout
+
+
+COMMON = {
+    "packing": {"row_length": 512, "rows": 2},
+    "image": {"max_pixels": 7056},
+    "protocol": {"template": "brief"},
+    "checkpoint": {"every": 1},
+}
+
+
+def pyvision(cache: Path, *arguments: str) -> tuple[int, str, str]:
+    """The command in a process of its own with one device: programs compile faster, and the cache is tried too."""
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "sandbox"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pyvision_jax.cli", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def sft_tree(spec: ModelSpec, tokenizer_dir: Path, run: Path) -> dict[str, Any]:
+    return {
+        "run_dir": str(run),
+        "steps": 1,
+        "batch_size": 2,
+        "model": {"config": spec.to_hf(), "tokenizer": str(tokenizer_dir)},
+        "data": {"train": "needle", "options": {"script": "direct"}},
+        **COMMON,
+    }
+
+
+def test_a_bad_configuration_stops_before_anything_is_made(
+    spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    config, run = tmp_path / "sft.yaml", tmp_path / "run"
+    config.write_text(json.dumps(sft_tree(spec, tokenizer_dir, run)))
+    result = CliRunner().invoke(app, ["sft", str(config), "--check"])
+    assert result.exit_code == 0 and "1 steps x 2 traces = 2 traces" in result.stdout and not run.exists()
+    for wrong, words in [
+        ("steps=none", "steps must be a whole number"),
+        ("batchsize=3", "the nearest is 'batch_size'"),
+        ("mesh.fsdp=3", "2 rows do not divide"),
+        ("data.train=gone.jsonl", "file gone.jsonl does not exist"),
+        ("protocol.name=nothing", "there are pyvision_image"),
+        ("data.options.colour=red", "data.options"),
+    ]:
+        result = CliRunner().invoke(app, ["sft", str(config), wrong])
+        assert result.exit_code == 2 and result.stderr.startswith("pyvision: error: ") and words in result.stderr
+        assert result.stderr.count("\n") == 1 and not run.exists()
+    result = CliRunner().invoke(app, ["rl", str(tmp_path / "gone.yaml")])
+    assert result.exit_code == 2 and "gone.yaml does not exist" in result.stderr
+
+
+@pytest.mark.slow
+def test_sft_and_rl_from_the_command_line(spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path) -> None:
+    config, run = tmp_path / "sft.yaml", tmp_path / "sft"
+    config.write_text(json.dumps(sft_tree(spec, tokenizer_dir, run)))
+    code, out, err = pyvision(tmp_path / "cache", "sft", str(config))
+    assert code == 0 and str(run / "report.html") in out, err
+    for name in ("config.yaml", "versions.json", "metrics.csv", "report.html", "model/model.safetensors"):
+        assert (run / name).exists(), name
+    assert load(SFTConfig, run / "config.yaml") == load(SFTConfig, config)
+    code, _, err = pyvision(tmp_path / "cache", "sft", str(config))
+    assert code == 2 and "already holds a run" in err
+    code, _, err = pyvision(tmp_path / "cache", "sft", str(config), "steps=2", "--resume")
+    assert code == 0 and (run / "checkpoints" / "2").exists(), err
+    assert [line.split(",")[1] for line in (run / "metrics.csv").read_text().splitlines()[1:]] == ["1", "2"]
+
+    config, run, model = tmp_path / "rl.yaml", tmp_path / "rl", run / "model"
+    tree = {
+        "run_dir": str(run),
+        "steps": 1,
+        "model": {"path": str(model)},
+        "data": {"train": "needle"},
+        "algorithm": {"prompts": 1, "group_size": 2},
+        "selection": {"zero_variance": False},
+        "rollout": {"slots": 2, "max_length": 512, "max_turn_length": 16, "chunk": 8, "prefill_buckets": [256]},
+        **COMMON,
+    }
+    config.write_text(json.dumps(tree))
+    code, out, err = pyvision(tmp_path / "cache", "rl", str(config))
+    assert code == 0 and "1 prompts x 2 = 2 groups x 2 = 4 trajectories a step" in out, err
+    for name in ("sandbox.json", "metrics.csv", "report.html", "trajectories", "model/config.json"):
+        assert (run / name).exists(), name
+
+
+def test_a_checkpoint_of_a_mesh_has_no_leaf_on_one_device(spec: ModelSpec, tokenizer_dir: Path) -> None:
+    model = ModelConfig(config=spec.to_hf(), tokenizer=str(tokenizer_dir))
+    state = Optimizer(OptimizerConfig(), 1).init(build_params(model, 0, build_mesh(MeshConfig(2, 2, 2), 8)))
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)} == {8}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pyvision_jax.config import OptimizerConfig
@@ -93,7 +94,15 @@ class Optimizer:
     def init(self, params: Any) -> TrainState:
         """State of step 0; moments lie where their parameters lie. Takes over `params`: the first step donates them."""
         trained, _ = partition(params, self.config.freeze)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.transform.init(trained))
+        state = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.transform.init(trained))
+        place = jax.tree.leaves(params)[0].sharding
+        if not isinstance(place, NamedSharding):
+            return state
+        # Counters are born on one device; a checkpoint would bring them back pinned there, beside a mesh of many.
+        everywhere = NamedSharding(place.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf.sharding, NamedSharding) else jax.device_put(leaf, everywhere), state
+        )
 
     def update(self, state: TrainState, gradients: Any, weight: Array) -> tuple[TrainState, dict[str, Array]]:
         """One update from the mean gradient of the trained parts; `weight` is what the mean was taken over.

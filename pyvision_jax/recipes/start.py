@@ -1,0 +1,234 @@
+"""A run from its configuration: what `pyvision sft` and `pyvision rl` do, as functions.
+
+from pyvision_jax.recipes.start import start_sft
+start_sft(load(SFTConfig, "configs/pyvision_image_sft.yaml", ["data.train=traces.jsonl"]))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pyvision_jax import report
+from pyvision_jax.agents.loop import AgentLoop, Collected
+from pyvision_jax.checkpoint import Checkpoints
+from pyvision_jax.config import RLConfig, SFTConfig
+from pyvision_jax.config_check import arithmetic
+from pyvision_jax.config_load import ConfigError
+from pyvision_jax.data.chat import CHAT_TEMPLATE
+from pyvision_jax.data.media import ImageStore
+from pyvision_jax.data.records import Record
+from pyvision_jax.models.hf import export_weights
+from pyvision_jax.recipes import rl, sft
+from pyvision_jax.recipes.build import (
+    Host,
+    Records,
+    build_evaluation,
+    build_host,
+    build_mesh,
+    build_params,
+    build_tasks,
+    build_traces,
+)
+from pyvision_jax.recipes.metrics import Progress
+from pyvision_jax.recipes.run_dir import RunDir
+from pyvision_jax.rewards import pyvision
+from pyvision_jax.rollout.engine import Engine
+from pyvision_sandbox import Policy, SandboxPool
+
+EVALUATED = 256  # held-out tasks of one evaluation during training
+Say = Callable[[str], None]
+
+
+def start_sft(
+    config: SFTConfig, *, resume: bool = False, replace: bool = False, dry: bool = False, say: Say = print
+) -> Path:
+    """Fine-tunes on traces; the run's folder, with the weights in Hugging Face layout under `model`.
+
+    `resume` goes on from the newest checkpoint of `config.run_dir`, `replace` removes an earlier run there; with
+    neither, an earlier run is an error. `dry` checks all that needs no device, says the arithmetic and stops. Raises
+    `ConfigError` before any device work.
+    """
+    host = build_host(config)
+    records = build_traces(config.data)
+    for line in _facts(config, records):
+        say(line)
+    if dry:
+        return Path(config.run_dir)
+    mesh = build_mesh(config.mesh, config.packing.rows)
+    run_dir = _open(config, records, resume, replace)
+    done = _done(run_dir, resume)
+    params = build_params(config.model, config.seed, mesh)
+    with (
+        run_dir.metrics(sft.PHASE, done + 1 if resume else None) as metrics,
+        Progress(sft.PHASE, config.steps, done) as bar,
+    ):
+        trained = sft.run(
+            config,
+            model_spec=host.spec,
+            params=params,
+            tokenizer=host.tokenizer,
+            processor=host.processor,
+            source=records.source,
+            example=host.protocol.example,
+            metrics_writer=metrics,
+            progress=lambda step, _, numbers: _advance(bar, step, numbers),
+            on_skip=lambda name, reason: run_dir.skip(name, reason, config.data.train),
+            resume=resume,
+            mesh=mesh if mesh.size > 1 else None,
+            threads=0 if config.data.train == "needle" else 4,
+        )
+    return _close(config, host, run_dir, trained.params, say)
+
+
+def start_rl(
+    config: RLConfig, *, resume: bool = False, replace: bool = False, dry: bool = False, say: Say = print
+) -> Path:
+    """Reinforcement learning on tasks; arguments, result and errors as `start_sft`.
+
+    With `data.eval` the policy is evaluated on held-out tasks whenever a checkpoint is made (`val/accuracy`, at the
+    sampling of training). Raises `SandboxUnavailable` if the machine falls short of `sandbox.min_level`.
+    """
+    host = build_host(config)
+    records = build_tasks(config.data)
+    held_out = build_evaluation(config.data) if config.data.eval else None
+    for line in _facts(config, records):
+        say(line)
+    if dry:
+        return Path(config.run_dir)
+    mesh = build_mesh(config.mesh, config.packing.rows)
+    limits = config.sandbox
+    policy = Policy(
+        memory_mb=limits.memory_mb,
+        cell_timeout=limits.cell_timeout,
+        max_text=limits.max_text,
+        max_images=limits.max_images,
+    )
+    store = ImageStore()
+    with SandboxPool(policy, limits.min_level, limits.workers) as pool:
+        run_dir = _open(config, records, resume, replace)
+        run_dir.write_sandbox(pool.report.to_dict())
+        done = _done(run_dir, resume)
+        params = build_params(config.model, config.seed, mesh)
+        cast = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(config.model.dtype), tree))
+        engine = Engine(
+            cast(params),
+            host.spec,
+            config.rollout,
+            config.sampling,
+            host.tokenizer,
+            host.protocol.tags,
+            host.processor,
+        )
+        loop = AgentLoop(engine, host.protocol, pool, config.protocol, host.tokenizer, store, limits.workers)
+
+        def collect(params: Any, records: Sequence[Record], *, seed: int, version: int) -> Collected:
+            engine.update(cast(params), version)
+            return loop.collect(
+                records, group_size=config.algorithm.group_size, seed=seed, prefix=f"{rl.PHASE}-{version + 1}/"
+            )
+
+        def evaluate(params: Any, step: int) -> Mapping[str, float]:
+            assert held_out is not None
+            tasks = [held_out.source[index] for index in range(min(len(held_out.source), EVALUATED))]
+            engine.update(cast(params), step)
+            by_id = {task.id: task for task in tasks}
+            collected = loop.collect(tasks, group_size=1, seed=config.seed, prefix=f"eval-{step}/")
+            right = [
+                pyvision.score(one, by_id[one.record_id], config.reward)["accuracy"]
+                for group in collected.groups
+                for one in group
+            ]
+            return {"val/accuracy": float(np.mean(right)) if right else 0.0, "val/tasks": float(len(right))}
+
+        with (
+            contextlib.closing(loop),
+            run_dir.metrics(rl.PHASE, done + 1 if resume else None) as metrics,
+            run_dir.trajectories(host.tokenizer.decode, lambda name: store.get(name).pixels) as trajectories,
+            Progress(rl.PHASE, config.steps, done) as bar,
+        ):
+            if resume:
+                run_dir.rewind(rl.PHASE, done + 1)
+                trajectories.rewind(rl.PHASE, done + 1)
+            trained = rl.run(
+                config,
+                model_spec=host.spec,
+                params=params,
+                tokenizer=host.tokenizer,
+                processor=host.processor,
+                source=records.source,
+                collect=collect,
+                reward=lambda trajectory, record: pyvision.score(trajectory, record, config.reward),
+                images=store,
+                metrics_writer=metrics,
+                trajectory_writer=trajectories,
+                evaluate=evaluate if held_out is not None else None,
+                progress=lambda step, _, numbers: _advance(bar, step, numbers),
+                on_skip=lambda name, reason: run_dir.skip(name, reason, config.data.train),
+                resume=resume,
+                mesh=mesh if mesh.size > 1 else None,
+            )
+    return _close(config, host, run_dir, trained.params, say)
+
+
+def _facts(config: SFTConfig | RLConfig, records: Records) -> list[str]:
+    bad = f", {len(records.bad)} bad lines left out (listed in skipped.jsonl)" if records.bad else ""
+    return [f"records: {len(records.source):,} from {config.data.train}{bad}", *arithmetic(config)]
+
+
+def _open(config: SFTConfig | RLConfig, records: Records, resume: bool, replace: bool) -> RunDir:
+    """The run's folder with all that is known at the start. Raises `ConfigError` if another run lies there."""
+    if resume and replace:
+        raise ConfigError("resume and replace exclude each other")
+    try:
+        run_dir = RunDir(config.run_dir, "resume" if resume else "replace" if replace else "new")
+    except FileExistsError as error:
+        raise ConfigError(f"run_dir: {error} (--resume, --replace)") from error
+    run_dir.write_config(config)
+    run_dir.write_versions()
+    run_dir.write_manifest("train", path=config.data.train, records=len(records.source), bad=len(records.bad))
+    if not resume:
+        for row in records.bad:
+            run_dir.skip("", row["reason"], row["file"], row["row"], key=row["key"])
+    return run_dir
+
+
+def _done(run_dir: RunDir, resume: bool) -> int:
+    """Steps behind the checkpoint that the run goes on from."""
+    directory = run_dir.path / "checkpoints"
+    if not resume or not directory.is_dir():
+        return 0
+    with Checkpoints(directory) as checkpoints:
+        return checkpoints.latest() or 0
+
+
+def _advance(bar: Progress, step: int, numbers: Mapping[str, float]) -> None:
+    shown = {"loss": "actor/loss", "reward": "critic/rewards/mean", "lr": "actor/lr"}
+    bar.step(step - bar.done, **{name: numbers[key] for name, key in shown.items() if key in numbers})
+
+
+def _close(config: SFTConfig | RLConfig, host: Host, run_dir: RunDir, params: Any, say: Say) -> Path:
+    """Writes the weights as a model directory, and the report."""
+    place = Path(config.model.tokenizer or config.model.path)
+    with tempfile.TemporaryDirectory() as folder:
+        if not (place / "tokenizer.json").is_file():  # packed, or a file of another name
+            place = Path(folder)
+            host.tokenizer.save(place)
+        model = export_weights(
+            params,
+            host.spec,
+            run_dir.path / "model",
+            tokenizer_dir=place,
+            preprocessor=host.processor.to_hf(),
+            chat_template=CHAT_TEMPLATE,
+            overwrite=True,
+        )
+    say(f"weights: {model}")
+    say(f"report: {report.build(run_dir.path)}")
+    return run_dir.path
