@@ -28,6 +28,9 @@ def test_ranking_by_group_std_with_ties_by_submission_order():
     assert [group.id for group in kept] == ["b", "c"]
     assert report.dropped == {"zero_variance": 2, "ranked_out": 4}
     assert report.dropped_groups == {"zero_variance": 1, "ranked_out": 2}
+    assert report.reasons == {name: "ranked_out" for name in ("a0", "a1", "d0", "d1")} | dict.fromkeys(
+        ("e0", "e1"), "zero_variance"
+    )
     assert balanced(report)
 
     kept, report = select(groups, SelectionConfig(rank_by_std=False), 2)

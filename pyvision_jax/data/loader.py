@@ -31,6 +31,7 @@ class Source(Protocol):
 class Skipped:
     """Records that could not be used, by index in the source: counted once however often the data are passed over."""
 
+    on_skip: Callable[[str, str], object] | None = None
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     _in_a_row: int = 0
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -40,6 +41,8 @@ class Skipped:
         with self._lock:
             if index not in self.reasons:
                 log.warning("record %d skipped: %s", index, reason)
+                if self.on_skip is not None:
+                    self.on_skip(f"record {index}", reason)
             self.reasons[index] = reason
             self._in_a_row += 1
             if self._in_a_row >= limit:
@@ -65,6 +68,7 @@ class Loader(Generic[Item, Out]):
     finish: list of items -> what the loader yields, run per batch, in order, in the one thread that works ahead.
     threads: readers that prepare records side by side (pictures on disk); 0 prepares in the thread that works ahead.
     ahead: batches made before they are asked for.
+    on_skip: (place in the source, reason), called once a bad record, from whichever thread met it.
 
     `state()` is the position behind the batch that was yielded last, whatever has been made ahead since.
     """
@@ -80,10 +84,11 @@ class Loader(Generic[Item, Out]):
         shuffle: bool = True,
         threads: int = 0,
         ahead: int = 2,
+        on_skip: Callable[[str, str], object] | None = None,
     ):
         if len(source) == 0:
             raise ValueError("the source holds no records")
-        self.skipped = Skipped()
+        self.skipped = Skipped(on_skip)
         limit = min(len(source), 1_000)
 
         def fetch(index: int) -> Item | None:

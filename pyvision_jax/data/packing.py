@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -144,19 +145,19 @@ class Packer:
         skipped: list[tuple[str, str]] = []
         bins: list[_Bin] = []
         for example in examples:
-            length = len(example.ids)
-            if length > self._config.row_length:
-                reason = f"{length} ids do not fit row_length={self._config.row_length}"
-                if too_long != "skip":
-                    raise TooLong(f"{example.name}: {reason}")
-                skipped.append((example.name, reason))
+            if too_long == "skip" and len(example.ids) > self._config.row_length:
+                skipped.append((example.name, self._over(example)))
                 continue
-            self._check(example)
-            self._place(example, length, bins)
+            self.check(example)
+            self._place(example, len(example.ids), bins)
         self._grow([list(filled.pictures.values()) for filled in bins])
         return Packed([self._batch(filled) for filled in bins], skipped)
 
-    def _check(self, example: Example) -> None:
+    def check(self, example: Example) -> None:
+        """Raises `TooLong`, or `ValueError` for pictures that do not match their placeholders and for a learned id that
+        the sampler can never draw."""
+        if len(example.ids) > self._config.row_length:
+            raise TooLong(f"{example.name}: {self._over(example)}")
         tokens = sum(self._processor.grid_tokens(image.grid) for image in example.images)
         held = int(np.count_nonzero(example.ids == self._spec.image_token))
         if tokens != held or int(example.image_index.max(initial=-1)) + 1 != held:
@@ -165,6 +166,9 @@ class Packer:
         if self._forbidden is not None and self._forbidden[example.ids[learned]].any():
             at = int(np.flatnonzero(learned & self._forbidden[example.ids])[0])
             raise ValueError(f"{example.name}: id {example.ids[at]} at {at} is learned but may never be sampled")
+
+    def _over(self, example: Example) -> str:
+        return f"{len(example.ids)} ids do not fit row_length={self._config.row_length}"
 
     def _place(self, example: Example, length: int, bins: list[_Bin]) -> None:
         cap = self._config.images
@@ -197,7 +201,7 @@ class Packer:
         floats = ("loss_weights", "old_logprobs", "ref_logprobs", "advantages")
         out |= {name: np.zeros(shape, np.float32) for name in floats}
         out["temperatures"] = np.ones(shape, np.float32)
-        out["positions"] = np.zeros((3, *shape), np.int32)
+        positions = np.zeros((3, *shape), np.int32)
         shifted = (*floats, "temperatures")
         for row, examples in enumerate(filled.rows):
             start = 0
@@ -205,14 +209,14 @@ class Packer:
                 end = start + len(example.ids)
                 out["ids"][row, start:end] = example.ids
                 out["segments"][row, start:end] = segment
-                out["positions"][:, row, start:end] = example.positions
+                positions[:, row, start:end] = example.positions
                 out["targets"][row, start : end - 1] = example.ids[1:]
                 values = vars(example)
                 for name in shifted:
                     if values[name] is not None:
                         out[name][row, start : end - 1] = values[name][1:]
                 start = end
-        return out
+        return out | {"positions": positions}
 
     def _grow(self, pictures: list[list[ProcessedImage]]) -> None:
         """Sizes that hold every micro-batch of this update."""
@@ -243,7 +247,7 @@ class Packer:
                         here = example.image_index >= 0
                         image_index[row, start:end][here] = flat[example.image_index[here]]
                     start = end
-        return TokenBatch(image_index=image_index, vision=vision, **tokens)
+        return TokenBatch(image_index=cast(Any, image_index), vision=vision, **cast(Any, tokens))
 
 
 def vision_batch(

@@ -14,7 +14,7 @@ from pyvision_jax.training.advantage import ScoredGroup
 
 @dataclasses.dataclass
 class SelectionReport:
-    """Counts of trajectories and groups; `dropped` and `dropped_groups` go by reason.
+    """Counts of trajectories and groups; `dropped` and `dropped_groups` go by reason, `reasons` by trajectory id.
 
     trajectories_in == trajectories_kept + sum(dropped.values()), and the same for groups. A group whose members were
     all dropped one by one is counted under `emptied`.
@@ -26,6 +26,7 @@ class SelectionReport:
     trajectories_kept: int = 0
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
     dropped_groups: dict[str, int] = dataclasses.field(default_factory=dict)
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     residual_advantage: float = 0.0  # mean advantage of what is kept: filters after the baseline leave it off 0
 
     def metrics(self) -> dict[str, float]:
@@ -85,21 +86,30 @@ def select(
     """
     report = SelectionReport(groups_in=len(groups), trajectories_in=sum(len(g.trajectories) for g in groups))
     dropped: Counter[str] = Counter()
+
+    def drop(member: Trajectory, reason: str) -> None:
+        dropped[reason] += 1
+        report.reasons[member.id] = reason
+
     dropped_groups: Counter[str] = Counter()
     survivors: list[ScoredGroup] = []
     for group in groups:
         healthy = np.array([m.end_reason is not EndReason.INFRASTRUCTURE for m in group.trajectories], bool)
-        dropped["infrastructure"] += int((~healthy).sum())
+        for member in group.keep(~healthy).trajectories:
+            drop(member, "infrastructure")
         group = group.keep(healthy)
         if group.trajectories and rules.zero_variance:
             spread = group.std if rules.variance_of == "total" else group.spread.get(rules.variance_of, 0.0)
             if spread == 0.0:
                 reason = "zero_variance" if len(group.trajectories) > 1 else "single"
-                dropped[reason] += len(group.trajectories)
+                for member in group.trajectories:
+                    drop(member, reason)
                 dropped_groups[reason] += 1
                 continue
         flaws = [_flaw(member, rules, image_token, merge_size) for member in group.trajectories]
-        dropped.update(flaw for flaw in flaws if flaw is not None)
+        for member, flaw in zip(group.trajectories, flaws, strict=True):
+            if flaw is not None:
+                drop(member, flaw)
         group = group.keep(np.array([flaw is None for flaw in flaws], bool))
         if not group.trajectories:
             dropped_groups["emptied"] += 1
@@ -112,14 +122,15 @@ def select(
     chosen = set(order[:target])
     kept = [group for index, group in enumerate(survivors) if index in chosen]
     reason = "ranked_out" if rules.rank_by_std else "surplus"
-    left_out = [group for index, group in enumerate(survivors) if index not in chosen]
-    dropped[reason] += sum(len(group.trajectories) for group in left_out)
-    dropped_groups[reason] += len(left_out)
+    for index, group in enumerate(survivors):
+        if index not in chosen:
+            dropped_groups[reason] += 1
+            for member in group.trajectories:
+                drop(member, reason)
 
     report.groups_kept = len(kept)
     report.trajectories_kept = sum(len(group.trajectories) for group in kept)
-    report.dropped = {name: count for name, count in dropped.items() if count}
-    report.dropped_groups = {name: count for name, count in dropped_groups.items() if count}
+    report.dropped, report.dropped_groups = dict(dropped), dict(dropped_groups)
     if kept:
         report.residual_advantage = float(np.concatenate([group.advantages for group in kept]).mean())
     return kept, report

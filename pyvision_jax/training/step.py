@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -212,5 +212,5 @@ def put(batch: TokenBatch, mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> T
         names = tuple("batch" if at == axis else None for at in range(value.ndim))
         return jax.make_array_from_process_local_data(rules.sharding(names, value.shape, mesh), value)
 
-    placed = jax.tree.map(place, batch.replace(positions=None))
-    return placed.replace(positions=place(np.asarray(batch.positions), axis=1))
+    placed = jax.tree.map(place, dataclasses.replace(batch, positions=cast(Any, None)))
+    return dataclasses.replace(placed, positions=place(np.asarray(batch.positions), axis=1))
