@@ -104,9 +104,11 @@ def embed(
     features: Float[Array, "m d"] | None = None,
 ) -> Float[Array, "b t d"]:
     """Embeddings of the ids, with row `image_index` of `features` in place of every id whose index is not -1."""
-    x = params.embed[ids]
+    # The table is gathered over its model axis first (as any FSDP weight), and pictures go wherever their rows are:
+    # left to itself the partitioner looks up slices of the model axis and then re-partitions the result by replicating.
+    x = shard(params.embed, "vocab", None)[ids]
     if features is not None and image_index is not None:
-        picture = features.astype(x.dtype)[jnp.maximum(image_index, 0)]
+        picture = shard(features.astype(x.dtype), None, None)[jnp.maximum(image_index, 0)]
         x = jnp.where((image_index >= 0)[..., None], picture, x)
     return shard(x, "batch", None, None)
 

@@ -91,7 +91,8 @@ def _block(
 ) -> Array:
     """x [r, p, d]: r rows of patches that attend among themselves."""
     y = rms_norm(x, p.norm1, VISION_NORM_EPS)
-    q, k, v = jnp.moveaxis(linear(y, p.qkv) + p.qkv_bias, (2, 3), (0, 2))  # each [r, n, p, h]
+    qkv = jnp.split(linear(y, p.qkv) + p.qkv_bias, 3, axis=2)  # its gradient is one concatenation
+    q, k, v = (jnp.swapaxes(jnp.squeeze(part, 2), 1, 2) for part in qkv)  # [r, n, p, h]
     a = attention(rotate(q, angles), rotate(k, angles), v, mask, implementation=implementation)
     x = x + linear(jnp.swapaxes(a, 1, 2).reshape(x.shape), p.proj.reshape(-1, x.shape[-1])) + p.proj_bias
     y = rms_norm(x, p.norm2, VISION_NORM_EPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -140,11 +141,11 @@ def build_vision_batch(
             expected = (len(slot), cfg.patch_features)
             raise ValueError(f"picture {i}: patches {pixels.shape}, but grid {tuple(grids[i])} needs {expected}")
         data[i, slot] = pixels
-    batch = VisionBatch(
-        patches=data.reshape(n, w, s, -1),
-        rows=placed.rows,
-        cols=placed.cols,
-        valid=placed.valid,
-        frames=placed.frames,
-    )
-    return batch, list(placed.token_index)
+    fields: dict[str, Any] = {  # numpy arrays where the program has traced ones
+        "patches": data.reshape(n, w, s, -1),
+        "rows": placed.rows,
+        "cols": placed.cols,
+        "valid": placed.valid,
+        "frames": placed.frames,
+    }
+    return VisionBatch(**fields), list(placed.token_index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -27,8 +28,8 @@ def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over `devices` (all of the process group by default)."""
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over these jax devices (all of the process group by default)."""
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh(
         mesh_shape(config, len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
