@@ -82,6 +82,62 @@ def rl(arguments: Arguments, resume: Resume = False, replace: Replace = False, c
         start_rl(config, resume=resume, replace=replace, dry=check, say=typer.echo)
 
 
+@app.command("eval")
+def evaluate(
+    arguments: Arguments,
+    tasks: Annotated[int, typer.Option(min=1, help="first tasks of data.eval (data.train if that is empty)")] = 256,
+    tries: Annotated[int, typer.Option(min=1, help="trajectories of each task")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    replace: Replace = False,
+    check: Check = False,
+) -> None:
+    """Measure a policy on held-out tasks, through the loop that training uses."""
+    from pyvision_jax.config import RLConfig
+    from pyvision_jax.config_load import ConfigError, load
+    from pyvision_sandbox import SandboxUnavailable
+
+    with stops_on(ConfigError, SandboxUnavailable):
+        config = load(RLConfig, *_split(arguments))
+        from pyvision_jax.recipes.start import start_eval
+
+        start_eval(
+            config, tasks=tasks, tries=tries, temperature=temperature, replace=replace, dry=check, say=typer.echo
+        )
+
+
+@app.command()
+def demo(
+    arguments: Arguments = [],  # noqa: B006 typer reads it once
+    seed: Annotated[int | None, typer.Option(help="of everything random")] = None,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="warm vision up here, not from the package")
+    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="add this seed's rows to docs/results/demo.json")] = False,
+) -> None:
+    """The main job: SFT and RL of a small policy on real photographs, with controls and a report."""
+    from pyvision_jax.config import DemoConfig
+    from pyvision_jax.config_load import ConfigError, load
+    from pyvision_sandbox import SandboxUnavailable
+
+    with stops_on(ConfigError, SandboxUnavailable):
+        path, overrides = _split(arguments)
+        overrides += [] if seed is None else [f"seed={seed}"]
+        overrides += ["from_scratch=true"] if from_scratch else []
+        config = load(DemoConfig, path or _preset("demo.yaml"), overrides)
+        from pyvision_jax.recipes import demo as recipe
+
+        summary = recipe.run(config, say=typer.echo)
+    recipe.print_table(summary)
+    if record:
+        recipe.record(summary, Path("docs/results/demo.json"))
+
+
+def _preset(name: str) -> Path:
+    """A file of configs/: inside an installed package, or beside it in a checkout."""
+    inside = Path(__file__).parent / "configs" / name
+    return inside if inside.is_file() else Path(__file__).parents[1] / "configs" / name
+
+
 # ---------------------------------------------------------------------------------------------------------- weights
 
 

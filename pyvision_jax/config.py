@@ -88,13 +88,13 @@ class ProtocolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    profile: str = "vision"  # what a session has imported already: numpy_pil | vision (matplotlib too)
+    profile: Literal["numpy_pil", "vision"] = "vision"  # what a session has imported already; vision: matplotlib too
     workers: int = 8  # sessions that may run code at the same time
     cell_timeout: float = 10.0  # seconds of wall time for one call
     memory_mb: int = 1_024
     max_text: int = 64_000
     max_images: int = 16
-    min_level: str = "none"  # the process runner of this release confines by rlimits only
+    min_level: Literal["none", "seccomp", "landlock", "namespaces"] = "none"  # this release's runner reaches none
 
 
 @dataclasses.dataclass(frozen=True)

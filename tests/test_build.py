@@ -246,6 +246,11 @@ def test_sft_and_rl_from_the_command_line(spec: ModelSpec, tokenizer_dir: Path, 
     for name in ("sandbox.json", "metrics.csv", "report.html", "trajectories", "model/config.json"):
         assert (run / name).exists(), name
 
+    arguments = ["run_dir=" + str(tmp_path / "eval"), f"model.path={run / 'model'}", "--tasks", "2", "--tries", "2"]
+    code, out, err = pyvision(tmp_path / "cache", "eval", str(run / "config.yaml"), *arguments, "--temperature", "1")
+    assert code == 0 and "2 tasks of needle x 2 = 4 trajectories" in out and "accuracy: " in out, err
+    assert json.loads((tmp_path / "eval" / "summary.json").read_text())["accuracy"]["eval"]["n"] == 2
+
 
 def test_a_checkpoint_of_a_mesh_has_no_leaf_on_one_device(spec: ModelSpec, tokenizer_dir: Path) -> None:
     model = ModelConfig(config=spec.to_hf(), tokenizer=str(tokenizer_dir))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pyvision_jax.config import KeptEnd, MeshConfig, OptimizerConfig, RLConfig, SFTConfig
+from pyvision_jax.config import DemoConfig, KeptEnd, MeshConfig, OptimizerConfig, RLConfig, SandboxConfig, SFTConfig
 from pyvision_jax.config_check import arithmetic, check, check_mesh
 from pyvision_jax.config_load import ConfigError, as_tree, dump, keys, load
 from pyvision_jax.rollout.trajectory import EndReason
+from pyvision_sandbox.policy import LEVELS, PROFILES
 
 RUNNABLE = ["model.config={family: tiny}", "model.tokenizer=tok", "data.train=needle"]
 
@@ -182,17 +183,22 @@ def test_the_arithmetic_is_spelled_out() -> None:
 
 
 def test_classes_stay_small_hashable_values_and_enumerations_agree() -> None:
-    seen = [SFTConfig, RLConfig]
+    seen: list[type] = [DemoConfig]
     for cls in seen:
         fields = dataclasses.fields(cls)
         assert len(fields) <= 20, cls
         seen += [type(f.default) for f in fields if dataclasses.is_dataclass(f.default) and type(f.default) not in seen]
+    kinds = typing.get_type_hints(SandboxConfig)
+    assert typing.get_args(kinds["min_level"]) == LEVELS
+    assert set(typing.get_args(kinds["profile"])) == set(PROFILES)
     assert set(typing.get_args(KeptEnd)) == {reason.value for reason in EndReason} - {"infrastructure"}
 
 
 def test_every_key_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
-    missing = [key for key in dict.fromkeys(keys(SFTConfig) + keys(RLConfig)) if f"`{key}`" not in text]
+    stages = keys(SFTConfig) + keys(RLConfig)
+    demo = [key for key in keys(DemoConfig) if not key.startswith(("sft.", "rl."))]
+    missing = [key for key in dict.fromkeys(stages + demo) if f"`{key}`" not in text]
     assert not missing
 
 
@@ -202,10 +208,10 @@ def test_presets_load_and_name_their_command() -> None:
     assert presets
     for path in presets:
         first = path.read_text().splitlines()[0]
-        assert first.startswith("# pyvision ") and f"configs/{path.name}" in first, path
-        command = first.split()[2]
-        cls = {"sft": SFTConfig, "rl": RLConfig}.get(command)
-        if cls is not None:
-            config = load(cls, path)
+        command = "demo" if first.startswith("# scripts/demo.sh") else first.split()[2]
+        if command != "demo":
+            assert first.startswith(f"# pyvision {command} configs/{path.name}"), path
+        config = load({"sft": SFTConfig, "rl": RLConfig, "demo": DemoConfig}[command], path)
+        if not isinstance(config, DemoConfig):
             check(config, files=False)
-            assert as_tree(config)
+            assert load(type(config), None, []) != config and as_tree(config)

@@ -1,4 +1,4 @@
-"""A run from its configuration: what `pyvision sft` and `pyvision rl` do, as functions.
+"""A run from its configuration: what `pyvision sft`, `rl` and `eval` do, as functions.
 
 from pyvision_jax.recipes.start import start_sft
 start_sft(load(SFTConfig, "configs/pyvision_image_sft.yaml", ["data.train=traces.jsonl"]))
@@ -7,23 +7,24 @@ start_sft(load(SFTConfig, "configs/pyvision_image_sft.yaml", ["data.train=traces
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from pyvision_jax import report
-from pyvision_jax.agents.loop import AgentLoop, Collected
+from pyvision_jax.agents.loop import Collected
 from pyvision_jax.checkpoint import Checkpoints
 from pyvision_jax.config import RLConfig, SFTConfig
 from pyvision_jax.config_check import arithmetic
 from pyvision_jax.config_load import ConfigError
 from pyvision_jax.data.chat import CHAT_TEMPLATE
-from pyvision_jax.data.media import ImageStore
 from pyvision_jax.data.records import Record
+from pyvision_jax.evaluation.metrics import mean_interval
 from pyvision_jax.models.hf import export_weights
 from pyvision_jax.recipes import rl, sft
 from pyvision_jax.recipes.build import (
@@ -36,11 +37,12 @@ from pyvision_jax.recipes.build import (
     build_tasks,
     build_traces,
 )
+from pyvision_jax.recipes.collect import Collector, open_pool
 from pyvision_jax.recipes.metrics import Progress
 from pyvision_jax.recipes.run_dir import RunDir
+from pyvision_jax.recipes.trajectories import TrajectoryWriter
 from pyvision_jax.rewards import pyvision
-from pyvision_jax.rollout.engine import Engine
-from pyvision_sandbox import Policy, SandboxPool
+from pyvision_sandbox import SandboxPool
 
 EVALUATED = 256  # held-out tasks of one evaluation during training
 Say = Callable[[str], None]
@@ -103,78 +105,137 @@ def start_rl(
     if dry:
         return Path(config.run_dir)
     mesh = build_mesh(config.mesh, config.packing.rows)
-    limits = config.sandbox
-    policy = Policy(
-        memory_mb=limits.memory_mb,
-        cell_timeout=limits.cell_timeout,
-        max_text=limits.max_text,
-        max_images=limits.max_images,
-    )
-    store = ImageStore()
-    with SandboxPool(policy, limits.min_level, limits.workers) as pool:
+    with open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
         run_dir = _open(config, records, resume, replace)
         run_dir.write_sandbox(pool.report.to_dict())
         done = _done(run_dir, resume)
         params = build_params(config.model, config.seed, mesh)
-        cast = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(config.model.dtype), tree))
-        engine = Engine(
-            cast(params),
-            host.spec,
-            config.rollout,
-            config.sampling,
-            host.tokenizer,
-            host.protocol.tags,
-            host.processor,
-        )
-        loop = AgentLoop(engine, host.protocol, pool, config.protocol, host.tokenizer, store, limits.workers)
+        collector = _collector(config, host, pool)
+        stack.callback(collector.close)
+        cast = _cast(config)
 
         def collect(params: Any, records: Sequence[Record], *, seed: int, version: int) -> Collected:
-            engine.update(cast(params), version)
-            return loop.collect(
-                records, group_size=config.algorithm.group_size, seed=seed, prefix=f"{rl.PHASE}-{version + 1}/"
-            )
+            return collector(cast(params), records, seed=seed, version=version)
 
         def evaluate(params: Any, step: int) -> Mapping[str, float]:
             assert held_out is not None
-            tasks = [held_out.source[index] for index in range(min(len(held_out.source), EVALUATED))]
-            engine.update(cast(params), step)
-            by_id = {task.id: task for task in tasks}
-            collected = loop.collect(tasks, group_size=1, seed=config.seed, prefix=f"eval-{step}/")
-            right = [
-                pyvision.score(one, by_id[one.record_id], config.reward)["accuracy"]
-                for group in collected.groups
-                for one in group
-            ]
-            return {"val/accuracy": float(np.mean(right)) if right else 0.0, "val/tasks": float(len(right))}
+            tasks = _first(held_out, EVALUATED)
+            temperature = config.sampling.temperature
+            collected = collector.evaluate(cast(params), tasks, seed=config.seed, temperature=temperature)
+            right = _accuracies(config, tasks, collected)
+            return {"val/accuracy": float(np.mean([value for row in right for value in row])), "val/tasks": len(right)}
 
-        with (
-            contextlib.closing(loop),
-            run_dir.metrics(rl.PHASE, done + 1 if resume else None) as metrics,
-            run_dir.trajectories(host.tokenizer.decode, lambda name: store.get(name).pixels) as trajectories,
-            Progress(rl.PHASE, config.steps, done) as bar,
-        ):
-            if resume:
-                run_dir.rewind(rl.PHASE, done + 1)
-                trajectories.rewind(rl.PHASE, done + 1)
-            trained = rl.run(
-                config,
-                model_spec=host.spec,
-                params=params,
-                tokenizer=host.tokenizer,
-                processor=host.processor,
-                source=records.source,
-                collect=collect,
-                reward=lambda trajectory, record: pyvision.score(trajectory, record, config.reward),
-                images=store,
-                metrics_writer=metrics,
-                trajectory_writer=trajectories,
-                evaluate=evaluate if held_out is not None else None,
-                progress=lambda step, _, numbers: _advance(bar, step, numbers),
-                on_skip=lambda name, reason: run_dir.skip(name, reason, config.data.train),
-                resume=resume,
-                mesh=mesh if mesh.size > 1 else None,
-            )
+        metrics = stack.enter_context(run_dir.metrics(rl.PHASE, done + 1 if resume else None))
+        trajectories = stack.enter_context(_trajectories(run_dir, host, collector))
+        bar = stack.enter_context(Progress(rl.PHASE, config.steps, done))
+        if resume:
+            run_dir.rewind(rl.PHASE, done + 1)
+            trajectories.rewind(rl.PHASE, done + 1)
+        trained = rl.run(
+            config,
+            model_spec=host.spec,
+            params=params,
+            tokenizer=host.tokenizer,
+            processor=host.processor,
+            source=records.source,
+            collect=collect,
+            reward=lambda trajectory, record: pyvision.score(trajectory, record, config.reward),
+            images=collector.images,
+            metrics_writer=metrics,
+            trajectory_writer=trajectories,
+            evaluate=evaluate if held_out is not None else None,
+            progress=lambda step, _, numbers: _advance(bar, step, numbers),
+            on_skip=lambda name, reason: run_dir.skip(name, reason, config.data.train),
+            resume=resume,
+            mesh=mesh if mesh.size > 1 else None,
+        )
     return _close(config, host, run_dir, trained.params, say)
+
+
+def start_eval(
+    config: RLConfig,
+    *,
+    tasks: int = EVALUATED,
+    tries: int = 1,
+    temperature: float = 0.0,
+    replace: bool = False,
+    dry: bool = False,
+    say: Say = print,
+) -> Path:
+    """Runs the first `tasks` held-out tasks (`data.eval`, else `data.train`) `tries` times each, as training does.
+
+    Writes trajectories with their pictures, `summary.json` and the report into `config.run_dir`, and returns it. Raises
+    as `start_rl`.
+    """
+    host = build_host(config)
+    name = config.data.eval or config.data.train
+    records = build_evaluation(dataclasses.replace(config.data, eval=name), tasks)
+    chosen = _first(records, tasks)
+    say(f"evaluation: {len(chosen):,} tasks of {name} x {tries} = {len(chosen) * tries:,} trajectories")
+    if dry:
+        return Path(config.run_dir)
+    with open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
+        run_dir = _open(config, records, False, replace, "eval")
+        run_dir.write_sandbox(pool.report.to_dict())
+        params = _cast(config)(build_params(config.model, config.seed))
+        collector = _collector(config, host, pool)
+        stack.callback(collector.close)
+        trajectories = stack.enter_context(_trajectories(run_dir, host, collector))
+        collected = collector.evaluate(params, chosen, seed=config.seed, temperature=temperature, tries=tries)
+        for record, reason in collected.skipped:
+            run_dir.skip(record, reason, name)
+        right = _accuracies(config, chosen, collected)
+        members = [one for group in collected.groups for one in group]
+        trajectories.write("eval", 0, members, references={task.id: task.answer for task in chosen})
+    if not right:
+        raise ConfigError(f"data: none of {len(chosen)} tasks could be run; {run_dir.path / 'skipped.jsonl'} says why")
+    accuracy = mean_interval([float(np.mean(row)) for row in right] if tries > 1 else [row[0] for row in right])
+    calls = float(np.mean([len(one.calls) for one in members]))
+    run_dir.write_summary(
+        {"accuracy": {"eval": accuracy.as_dict()}, "tool_calls": {"eval": calls}, "seed": config.seed}
+    )
+    shown = f"{100 * accuracy.mean:.1f}% [{100 * accuracy.low:.1f}, {100 * accuracy.high:.1f}]"
+    say(f"accuracy: {shown} over {accuracy.n} tasks at temperature {temperature:g}; {calls:.2f} calls a trajectory")
+    say(f"report: {report.build(run_dir.path)}")
+    return run_dir.path
+
+
+def _first(records: Records, count: int) -> list[Record]:
+    return [records.source[index] for index in range(min(len(records.source), count))]
+
+
+def _collector(config: RLConfig, host: Host, pool: SandboxPool) -> Collector:
+    return Collector(
+        model_spec=host.spec,
+        tokenizer=host.tokenizer,
+        processor=host.processor,
+        protocol=host.protocol,
+        protocol_config=config.protocol,
+        rollout=config.rollout,
+        sampling=config.sampling,
+        pool=pool,
+        group_size=config.algorithm.group_size,
+    )
+
+
+def _cast(config: RLConfig) -> Callable[[Any], Any]:
+    """Parameters in the type that the trainer computes in, so that the sampler rounds alike."""
+    if config.model.dtype == "float32":
+        return lambda params: params
+    return jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(config.model.dtype), params))
+
+
+def _trajectories(run_dir: RunDir, host: Host, collector: Collector) -> TrajectoryWriter:
+    return run_dir.trajectories(host.tokenizer.decode, lambda name: collector.images.get(name).pixels)
+
+
+def _accuracies(config: RLConfig, tasks: Sequence[Record], collected: Collected) -> list[list[float]]:
+    """Scores every rollout; accuracy by task and try, tasks that could not be run left out."""
+    by_id = {task.id: task for task in tasks}
+    for group in collected.groups:
+        for one in group:
+            one.rewards = pyvision.score(one, by_id[one.record_id], config.reward)
+    return [[one.rewards["accuracy"] for one in group] for group in collected.groups if group]
 
 
 def _facts(config: SFTConfig | RLConfig, records: Records) -> list[str]:
@@ -182,7 +243,13 @@ def _facts(config: SFTConfig | RLConfig, records: Records) -> list[str]:
     return [f"records: {len(records.source):,} from {config.data.train}{bad}", *arithmetic(config)]
 
 
-def _open(config: SFTConfig | RLConfig, records: Records, resume: bool, replace: bool) -> RunDir:
+def _open(
+    config: SFTConfig | RLConfig,
+    records: Records,
+    resume: bool,
+    replace: bool,
+    part: Literal["train", "eval"] = "train",
+) -> RunDir:
     """The run's folder with all that is known at the start. Raises `ConfigError` if another run lies there."""
     if resume and replace:
         raise ConfigError("resume and replace exclude each other")
@@ -192,7 +259,8 @@ def _open(config: SFTConfig | RLConfig, records: Records, resume: bool, replace:
         raise ConfigError(f"run_dir: {error} (--resume, --replace)") from error
     run_dir.write_config(config)
     run_dir.write_versions()
-    run_dir.write_manifest("train", path=config.data.train, records=len(records.source), bad=len(records.bad))
+    name = config.data.train if part == "train" else config.data.eval or config.data.train
+    run_dir.write_manifest(part, path=name, records=len(records.source), bad=len(records.bad))
     if not resume:
         for row in records.bad:
             run_dir.skip("", row["reason"], row["file"], row["row"], key=row["key"])
