@@ -15,8 +15,10 @@ fi
 wheels="$(cd "$1" && pwd)"
 shift
 python="${PYTHON:-python3}"
-site="$(mktemp -d)"
-trap 'rm -rf "$site"' EXIT
+temporary="$(mktemp -d)"
+trap 'rm -rf "$temporary"' EXIT
+site="$temporary/site-packages" # by this ending the sandbox knows folders that its sessions import from
+mkdir "$site"
 
 if compgen -G "$wheels/*.whl" >/dev/null; then
   "$python" -m pip install -q --disable-pip-version-check --no-cache-dir --no-index --no-deps --target "$site" "$wheels"/*.whl
