@@ -154,7 +154,7 @@ class TrainStep:
         self._fused = jax.jit(self._fused_step, donate_argnums=0)
         self._first = jax.jit(self._sums)
         self._add = jax.jit(self._accumulate, donate_argnums=1)
-        self._apply = jax.jit(self._update, donate_argnums=(0, 1))
+        self._apply = jax.jit(self._update, donate_argnums=0)
 
     def __call__(
         self, state: TrainState, batches: Sequence[TokenBatch], divisor: float | None = None
