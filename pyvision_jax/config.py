@@ -204,6 +204,6 @@ class DemoConfig:
     seed: int = 0
     eval_tasks: int = 256  # held out; half on photographs never trained on
     from_scratch: bool = False  # warm vision up here, not from the checkpoint in the package
-    warmup_steps: int = 2_400
+    warmup_steps: int = 1_800
     sft: SFTConfig = SFTConfig()
     rl: RLConfig = RLConfig()

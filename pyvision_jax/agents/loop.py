@@ -137,7 +137,9 @@ class AgentLoop:
 
         while live:
             start = time.perf_counter()
+            ended = 0
             for segment in self.engine.run():
+                ended += 1
                 one = live[segment.handle]
                 outcome = self._turn(one, segment)
                 if isinstance(outcome, EndReason):
@@ -147,6 +149,8 @@ class AgentLoop:
                 elif not self._append(one, outcome):
                     finish(one, EndReason.OVER_LENGTH)
             self.seconds["generate"] += time.perf_counter() - start
+            if live and not ended and not calls:
+                raise RuntimeError(f"{len(live)} trajectories wait and none can run: the engine has no slot for them")
             start = time.perf_counter()
             ready, calls = calls, []
             for one, code, future in ready:

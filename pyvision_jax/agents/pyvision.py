@@ -49,10 +49,10 @@ def read_code(block: str) -> Code | Malformed:
     text = block.replace("\r\n", "\n").strip("\n")
     if not text.strip():
         return Malformed("The code block is empty. Put Python between <code> and </code>.")
+    if text.lstrip().startswith(("```", "~~~")) and not _FENCE.match(text):
+        return Malformed("Put the code on the lines below the fence, not on the fence's own line.")
     opening = _FENCE.search(text)
     if opening is None:
-        if text.lstrip().startswith(("```", "~~~")):
-            return Malformed("Put the code on the lines below the fence, not on the fence's own line.")
         return Code(text)
     if text[: opening.start()].strip():
         return Malformed(

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 class VisionBatch:
     """n pictures, each w windows of s patch slots; the four patches of one merged token are neighbours.
 
-    Slots hold patches in window order (the order HF reaches through `window_index`), every window padded at its end to s
-    slots (s a multiple of 4). So the tower's output is n * w * s // 4 merged tokens in slot order, and whoever places
+    Slots hold patches in window order (the order HF reaches through `window_index`), every window padded at its end to
+    s slots (s a multiple of 4). So the tower's output is n * w * s // 4 merged tokens in slot order, and whoever places
     them indexes that flat axis: nothing is put back in reading order on the device.
     """
 
@@ -25,7 +25,7 @@ class VisionBatch:
 
 @struct.dataclass
 class TokenBatch:
-    """b packed rows of t ids. Position j of a row predicts `ids[j + 1]`: `loss_weights[j]` belongs to that prediction."""
+    """b packed rows of t ids. Position j of a row predicts `ids[j + 1]`; `loss_weights[j]` belongs to that."""
 
     ids: Int[Array, "b t"]
     segments: Int[Array, "b t"]  # 0 is padding; attention is causal inside one segment

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
-AnswerKind = Literal["text", "choice", "number", "math"]
+AnswerKind = Literal["text", "choice", "number"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ TIGHT, COARSE = 96, 224  # sides of the teacher's crops
 SCRIPTS = ("tight", "coarse_tight", "coarse", "sloppy", "direct")
 MIXTURES = ((0.40, 0.0, 0.20, 0.16, 0.24), (0.16, 0.64, 0.04, 0.08, 0.08))
 
+NUMBER_WEIGHT = 3.0  # of coordinates and answers in the loss of a trace
+
 SPLITS = {"warmup": 1, "sft": 2, "direct": 3, "rl": 4, "eval": 5, "eval_unseen": 6}
 
 
@@ -50,11 +54,9 @@ class Needle:
 
     def canvas(self) -> Image.Image:
         """The task's picture, RGB of CANVAS x CANVAS."""
-        photo = _photo(self.photo)
-        height, width = photo.shape[:2]
-        x, y = round(self.corner[0] * (width - CANVAS)), round(self.corner[1] * (height - CANVAS))
-        view = photo[y : y + CANVAS, x : x + CANVAS]
-        image = Image.fromarray(np.ascontiguousarray(view[:, ::-1] if self.mirrored else view))
+        photo = _photo(self.photo, self.mirrored)
+        x, y = (round(share * (side - CANVAS)) for share, side in zip(self.corner, photo.size, strict=True))
+        image = photo.crop((x, y, x + CANVAS, y + CANVAS))
         draw = ImageDraw.Draw(image)
         for half, fill in ((PLATE // 2, COLOURS[self.colour]), (PLATE // 2 - FRAME, (245, 245, 245))):
             (x, y) = self.centre
@@ -73,6 +75,7 @@ class Needle:
         return (corner[0], corner[1], corner[0] + side, corner[1] + side)
 
 
+@functools.lru_cache(maxsize=512)
 def needle(split: str, number: int) -> Needle:
     """The task of that number; every split draws from a stream of its own."""
     rng = np.random.default_rng((SPLITS[split], number))
@@ -89,15 +92,14 @@ def needle(split: str, number: int) -> Needle:
     )
 
 
-@functools.lru_cache(maxsize=512)
 def draw(split: str, number: int) -> Image.Image:
-    """The generator behind `Media.make` (see GENERATORS); kept, since a trace's crops come from the same canvas."""
-    return needle(split, number).canvas()
+    """The generator behind `Media.make` (see GENERATORS)."""
+    return _canvas(split, number)
 
 
-def draw_crop(split: str, number: int, box: tuple[int, int, int, int]) -> Image.Image:
+def draw_crop(split: str, number: int, box: Sequence[int]) -> Image.Image:
     """What the teacher's code shows: the crop that the sandbox would give for the same text."""
-    return draw(split, number).crop(tuple(box))
+    return _canvas(split, number).crop((box[0], box[1], box[2], box[3]))
 
 
 GENERATORS = {"needle": draw, "needle_crop": draw_crop}
@@ -147,10 +149,16 @@ def trace(split: str, number: int, script: str | None = None) -> Record:
     for crop in boxes:
         place = {"split": split, "number": number, "box": list(crop)}
         media.append(Media("image", make=("needle_crop", place)))
-        messages.append(Message("assistant", (Part("text", call(crop)),)))
+        messages.append(Message("assistant", _weighted(call(crop))))
         messages.append(Message("tool", (Part("image", index=len(media) - 1),)))
-    messages.append(Message("assistant", (Part("text", answer(what.digit)),)))
+    messages.append(Message("assistant", _weighted(answer(what.digit))))
     return dataclasses.replace(record, messages=tuple(messages), media=tuple(media))
+
+
+def _weighted(text: str) -> tuple[Part, ...]:
+    """The text with its numbers heavier: the rest is fixed phrases, soon learned, and looking up a place is not."""
+    pieces = re.split(r"(?<=[( {])(\d+)(?=[,)}])", text)
+    return tuple(Part("text", piece, weight=NUMBER_WEIGHT if piece.isdigit() else 1.0) for piece in pieces if piece)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,18 +210,23 @@ def corpus() -> list[str]:
     return lines + 4 * around
 
 
+@functools.lru_cache(maxsize=512)
+def _canvas(split: str, number: int) -> Image.Image:
+    """Kept for a while, since a trace's crops come from the same canvas."""
+    return needle(split, number).canvas()
+
+
 @functools.cache
-def _photo(name: str) -> np.ndarray:
-    """uint8 [H, W, 3], the shorter side 560 pixels."""
+def _photo(name: str, mirrored: bool = False) -> Image.Image:
+    """RGB, the shorter side 560 pixels."""
     loaded: Any = getattr(skimage.data, name)()
     pixels = np.asarray(loaded[0] if isinstance(loaded, tuple) else loaded)
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[..., None], 3, axis=-1)
     image = Image.fromarray(pixels[..., :3])
     scale = 560 / min(image.size)
-    return np.asarray(
-        image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
-    )
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 A policy of a million parameters stays at chance on traces alone. Told for every picture token whether the plate lies
 in it, where in the picture and what it shows, the tower learns to read and the first decoder layers learn to turn mRoPE
-into a place. The linear heads are thrown away; what they taught is what `pyvision_jax/worlds/assets` holds, made by
+into a place; asked the same of random text behind the picture, the later layers learn to look it up. The linear heads
+are thrown away; what they taught is what `pyvision_jax/worlds/assets` holds, made by
 
     python -m pyvision_jax.worlds.warmup
 """
@@ -38,8 +39,9 @@ from pyvision_jax.models.vision_layout import window_shape
 from pyvision_jax.worlds import needle, tiny
 
 ASSET = tiny.ASSETS / "needle_warmup.safetensors"
-STEPS = 2_400  # of the asset
-DEPTHS = (1, 2)  # decoder blocks after which the heads read; later blocks stay free to look places up
+STEPS = 1_800  # of the asset
+DEPTHS = (1, 2)  # decoder blocks after which picture tokens are asked; the later ones look up what those have found
+FILLER = 12  # random text tokens behind the picture that are asked, too
 CELLS = 12  # of the canvas along one side
 # Head outputs: class (none, plate too small to read, digit 0..9), column, row, colour; 0 always means "nothing here".
 HEADS = {"digit": 12, "column": CELLS + 1, "row": CELLS + 1, "colour": len(needle.COLOURS) + 1}
@@ -89,7 +91,6 @@ def fresh(spec: ModelSpec, key: jax.Array) -> qwen2_5_vl.Params:
     return jax.jit(functools.partial(init_params, specs))(key)  # one program, not one for every shape
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "first"))
 def _loss(
     trained: tuple[qwen2_5_vl.Params, list[jax.Array]],
     rows: dict[str, jax.Array],
@@ -99,30 +100,39 @@ def _loss(
     spec: ModelSpec,
     first: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of all heads, plate and background tokens balanced; and the shares right of digit, column and row.
+    """Cross-entropy of all heads, and the shares of text tokens that know digit, column and row.
 
-    `first` is the place of the first picture token in a row; labels are int32 [n, tokens, heads].
+    Picture tokens, which stand at `first` and on, are asked after the blocks of DEPTHS for what lies in them (plate and
+    background balanced); text tokens behind the picture are asked after the last block for what the picture shows.
     """
     params, heads = trained
     features = qwen2_5_vl.encode_images(params.vision, vision, spec)
     x = qwen2_5_vl.embed(params.text, rows["ids"], rows["image_index"], features)
-    z = []
-    for depth, head in zip(DEPTHS, heads, strict=True):
-        below = params.text.replace(blocks=params.text.blocks[:depth])
+    end = first + labels.shape[1]
+    loss = jnp.float32(0)
+    for depth, head in zip(DEPTHS, heads, strict=False):
+        below = dataclasses.replace(params.text, blocks=params.text.blocks[:depth])
         hidden = qwen2_5_vl.forward(below, x, rows["positions"], rows["segments"], spec)
-        z.append(hidden[:, first : first + labels.shape[1]] @ head)
-    scores = jnp.concatenate(z)
-    labels = jnp.concatenate([labels] * len(DEPTHS))
-    on = labels[..., 0] > 0
-    loss, right, at = jnp.float32(0), [], 0
+        nll, _ = _scores(hidden[:, first:end] @ head, labels)
+        on = labels[..., 0] > 0
+        loss += (nll * on).sum() / on.sum() + (nll * ~on).sum() / (~on).sum()
+    hidden = qwen2_5_vl.forward(params.text, x, rows["positions"], rows["segments"], spec)[:, end:]
+    shown = jnp.broadcast_to(labels.max(axis=1, keepdims=True), (*hidden.shape[:2], len(HEADS)))
+    nll, right = _scores(hidden @ heads[-1], shown)
+    readable, whole = shown[..., 0] > 1, shown[..., 0] == 1
+    asked = jnp.stack([readable, whole, whole], axis=-1)
+    return loss + 2 * nll.mean(), (right[..., :3] * asked).sum((0, 1)) / asked.sum((0, 1))
+
+
+def _scores(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weighted negative log-likelihood [n, t] of labels [n, t, heads]; bool [n, t, heads]: whether each was right."""
+    nll, right, at = jnp.zeros(outputs.shape[:2]), [], 0
     for index, (name, size) in enumerate(HEADS.items()):
-        part, want = scores[..., at : at + size], labels[..., index]
-        nll = -jnp.take_along_axis(jax.nn.log_softmax(part, -1), want[..., None], -1)[..., 0]
-        loss += WEIGHTS[name] * ((nll * on).sum() / on.sum() + (nll * ~on).sum() / (~on).sum())
-        asked = labels[..., 0] > 1 if name == "digit" else labels[..., 0] == 1
-        right.append(((part.argmax(-1) == want) * asked).sum() / asked.sum())
+        part, want = outputs[..., at : at + size], labels[..., index]
+        nll -= WEIGHTS[name] * jnp.take_along_axis(jax.nn.log_softmax(part, -1), want[..., None], -1)[..., 0]
+        right.append(part.argmax(-1) == want)
         at += size
-    return loss, jnp.stack(right[:3])
+    return nll, jnp.stack(right, axis=-1)
 
 
 def run(
@@ -138,30 +148,34 @@ def run(
     readers: int = 1,
     report: Callable[[int, dict[str, float]], None] | None = None,
 ) -> qwen2_5_vl.Params:
-    """Trains tower, embeddings and the decoder blocks below the heads; returns the whole tree of parameters."""
+    """Trains the tower and the decoder, all but the language head; returns the whole tree of parameters."""
     head = jnp.zeros((spec.text.hidden_size, sum(HEADS.values())))
-    trained = (params, [head for _ in DEPTHS])
+    trained: Any = (params, [head for _ in range(len(DEPTHS) + 1)])
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, min(40, steps // 2), steps, lr * 0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(trained)
 
     opening = [tokenizer.im_start, *tokenizer.encode("user\n<image_clue_0>"), tokenizer.vision_start]
     tokens = processor.num_tokens(needle.CANVAS, needle.CANVAS)
-    ids = np.array([*opening, *[tokenizer.image_pad] * tokens, tokenizer.vision_end], np.int32)
+    seen = np.array([*opening, *[tokenizer.image_pad] * tokens, tokenizer.vision_end], np.int32)
     n, first = 3 * canvases, len(opening)
+    special = min(tokenizer.special_ids)  # the ordinary ids come before
 
     def make(step: int) -> tuple[dict[str, np.ndarray], VisionBatch, np.ndarray]:
-        pictures, labels = labelled(np.random.default_rng((seed, step)), canvases, processor)
+        rng = np.random.default_rng((seed, step))
+        pictures, labels = labelled(rng, canvases, processor)
+        filler = rng.integers(0, special, (n, FILLER), np.int32)  # any text may follow: what it is must not matter
+        ids = np.concatenate([np.tile(seen, (n, 1)), filler], axis=1)
         images = [processor.process(picture) for picture in pictures]
         vision, index = vision_batch(images, processor, spec.vision, pictures=n, **_window(images, spec))
-        positions, _ = mrope_positions(ids, [images[0].grid], [], spec)
-        image_index = np.full((n, len(ids)), -1, np.int32)
+        positions, _ = mrope_positions(ids[0], [images[0].grid], [], spec)
+        image_index = np.full(ids.shape, -1, np.int32)
         image_index[:, first : first + tokens] = np.stack(index)
         rows = {
-            "ids": np.tile(ids, (n, 1)),
+            "ids": ids,
             "image_index": image_index,
             "positions": np.tile(positions[:, None], (1, n, 1)),
-            "segments": np.ones((n, len(ids)), np.int32),
+            "segments": np.ones(ids.shape, np.int32),
         }
         return rows, vision, labels
 
@@ -214,9 +228,8 @@ def _window(images: list[ProcessedImage], spec: ModelSpec) -> dict[str, int]:
 
 
 def _kept(name: str) -> bool:
-    """The tower, the embeddings, and the blocks below the heads."""
-    blocks = tuple(f"text.blocks.{k}." for k in range(max(DEPTHS)))
-    return name.startswith(("vision.", "text.embed", *blocks))
+    """All but the language head."""
+    return name != "text.head"
 
 
 def _name(place: Any) -> str:

@@ -1,0 +1,204 @@
+"""The agent loop with real tools: what code does to a trajectory, budgets, and that text and pixels go together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scripted import ScriptedEngine
+
+from pyvision_jax.agents.loop import AgentLoop
+from pyvision_jax.agents.pyvision import PyVisionImage
+from pyvision_jax.config import ImageConfig, ProtocolConfig, RewardConfig, RolloutConfig
+from pyvision_jax.data.media import ImageStore
+from pyvision_jax.data.records import Media, Part
+from pyvision_jax.models.positions import mrope_positions
+from pyvision_jax.rewards.pyvision import score
+from pyvision_jax.rollout.trajectory import EndReason
+from pyvision_jax.worlds import needle, tiny
+from pyvision_sandbox import Policy, SandboxPool
+
+IMAGE = ImageConfig(tiny.MIN_PIXELS, tiny.MAX_PIXELS, 9.0)
+ANSWER = "<answer>\n\\boxed{7}\n</answer><end>"
+
+
+def code(text: str) -> str:
+    return f"<code>\n```python\n{text}\n```\n</code>"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with SandboxPool(Policy(profile="numpy_pil", cell_timeout=0.5, grace=0.3), workers=4) as pool:
+        yield pool
+
+
+def collect(pool, turns, *, n=1, records=None, max_length=600, max_turn_length=400, **options):
+    """Rollouts of one task whose policy says `turns` (the last one again and again)."""
+    config = ProtocolConfig(template="brief", max_calls=2, **options)
+    tokens = tiny.tokenizer()
+    protocol = PyVisionImage(config, IMAGE, tokens, tiny.processor(), tiny.model_spec(tokens), needle.GENERATORS)
+    rollout = RolloutConfig(
+        slots=4,
+        max_length=max_length,
+        max_turn_length=max_turn_length,
+        chunk=16,
+        prefill_buckets=(64,),
+        patch_buckets=(36,),
+    )
+    engine = ScriptedEngine(lambda sibling, turn: turns[min(turn, len(turns) - 1)], rollout, protocol.tags)
+    store = ImageStore()
+    loop = AgentLoop(engine, protocol, pool, config, tokens, store, threads=4)
+    try:
+        collected = loop.collect(records or [needle.task("eval", 0)], group_size=n, seed=1)
+    finally:
+        loop.close()
+    assert not engine._rows, "every handle is released"
+    return collected, store, tokens
+
+
+def one(pool, turns, **options):
+    collected, store, tokens = collect(pool, turns, **options)
+    return collected.groups[0][0], store, tokens
+
+
+def observations(trajectory, tokens):
+    return [tokens.decode(trajectory.ids[s.start : s.end]) for s in trajectory.spans if s.kind == "observation"]
+
+
+def test_a_call_and_an_answer(pool):
+    trajectory, store, tokens = one(pool, [code("image_clue_0.crop((0, 0, 96, 96))"), ANSWER])
+    assert trajectory.end_reason is EndReason.ANSWERED and trajectory.answer == "7"
+    assert [span.kind for span in trajectory.spans] == ["prompt", "policy", "observation", "policy"]
+    assert trajectory.spans[-1].end == len(trajectory.ids)
+    assert [a.end for a in trajectory.spans[:-1]] == [b.start for b in trajectory.spans[1:]]
+    assert len(trajectory.images) == 2 and trajectory.calls[0].images == [trajectory.images[1]]
+    shown = store.get(trajectory.images[1])
+    expected = tiny.processor().process(needle.draw("eval", 0).crop((0, 0, 96, 96)))
+    assert np.array_equal(shown.pixels, expected.pixels), "the sandbox shows the crop that the text asks for"
+    spec = tiny.model_spec(tokens)
+    positions, _ = mrope_positions(trajectory.ids, trajectory.image_grids, [], spec)
+    assert np.array_equal(positions, trajectory.positions), "turn by turn is equal to at once (U18)"
+    assert trajectory.policy_mask.sum() == sum(s.end - s.start for s in trajectory.spans if s.kind == "policy")
+
+
+def test_the_rollout_of_a_trace_has_the_ids_of_the_trace(pool):
+    record = needle.trace("eval", 3, "coarse_tight")
+    said = [part.text for message in record.messages if message.role == "assistant" for part in message.parts]
+    trajectory, _, tokens = one(pool, [said[0], said[1], said[2] + "<end>"], records=[needle.task("eval", 3)])
+    spec = tiny.model_spec(tokens)
+    protocol = PyVisionImage(
+        ProtocolConfig(template="brief", max_calls=2), IMAGE, tokens, tiny.processor(), spec, needle.GENERATORS
+    )
+    example = protocol.example(record)
+    assert list(trajectory.ids) == list(example.ids[: len(trajectory.ids)])
+    assert tokens.decode(example.ids[len(trajectory.ids) :]) == "\n"
+    assert [image.hash for image in example.images] == trajectory.images
+    assert np.array_equal(example.positions[:, : len(trajectory.ids)], trajectory.positions)
+
+
+@pytest.mark.parametrize(
+    "text, seen",
+    [
+        ("print('USEFUL 42')\n1/0", ["USEFUL 42", "ZeroDivisionError", "line 2"]),
+        ("print('x')\nimport sys\nsys.exit(0)", ["x"]),
+        ("while True: pass", ["time limit"]),
+        ("print('a' * 5_000_000)", ["cut"]),
+        ("import os\nos._exit(1)", []),
+        ("image_clue_0.resize((900, 10))", ["too elongated"]),
+    ],
+)
+def test_tool_code_that_misbehaves_is_an_observation_and_the_run_goes_on(pool, text, seen):
+    trajectory, _, tokens = one(pool, [code(text), ANSWER], max_length=4_000, max_text=600)
+    assert trajectory.end_reason is EndReason.ANSWERED
+    (observed,) = observations(trajectory, tokens)
+    for word in seen:
+        assert word in observed
+    assert len(observed) < 1_200
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("1/0", EndReason.TOOL_ERROR),
+        ("while True: pass", EndReason.TOOL_TIMEOUT),
+        ("import os; os._exit(1)", EndReason.TOOL_ERROR),
+    ],
+)
+def test_error_policy_stop(pool, text, reason):
+    trajectory, _, _ = one(pool, [code(text), ANSWER], error_policy="stop")
+    assert trajectory.end_reason is reason
+    assert len(trajectory.calls) == 1 and trajectory.tool_calls == 0
+
+
+def test_state_lives_over_turns(pool):
+    trajectory, _, tokens = one(pool, [code("keep = 41"), code("print(keep + 1)"), ANSWER])
+    assert "42" in observations(trajectory, tokens)[1]
+
+
+def test_returned_figures_become_variables_where_asked(pool):
+    turns = [code("image_clue_0.crop((0, 0, 96, 64))"), code("print(image_clue_1.size)"), ANSWER]
+    bound, _, tokens = one(pool, turns, bind_figures=True)
+    assert "(96, 64)" in observations(bound, tokens)[1]
+    free, _, _ = one(pool, turns)
+    assert not free.calls[1].ok
+
+
+def test_budgets(pool):
+    crop = code("image_clue_0.crop((0, 0, 96, 96))")
+    turns, _, _ = one(pool, [crop])
+    assert turns.end_reason is EndReason.OVER_TURNS and len(turns.calls) == 2
+    pictures, _, _ = one(pool, [crop], max_images=2)
+    assert pictures.end_reason is EndReason.OVER_IMAGES and len(pictures.images) == 2
+    prompt = turns.spans[0].end
+    length, _, _tokens = one(pool, [crop], max_length=prompt + 30)
+    assert length.end_reason is EndReason.OVER_LENGTH
+    assert len(length.images) == 1 and length.spans[-1].kind == "policy", "no placeholder without room for all (U03)"
+    turn, _, _ = one(pool, ["x" * 50], max_turn_length=20)
+    assert turn.end_reason is EndReason.OVER_LENGTH and turn.policy_mask.sum() == 20
+
+
+def test_malformed_turns(pool):
+    stopped, _, _ = one(pool, ["hello<end>"], error_policy="stop")
+    assert stopped.end_reason is EndReason.MALFORMED
+    told, _, tokens = one(pool, ["hello<end>", ANSWER])
+    assert told.end_reason is EndReason.ANSWERED and "Neither code nor an answer" in observations(told, tokens)[0]
+    never, _, _ = one(pool, ["hello<end>"])
+    assert never.end_reason is EndReason.MALFORMED
+
+
+def test_tool_off_refuses_and_forced_answers_are_a_prefix(pool):
+    off, _, tokens = one(pool, [code("1"), ANSWER], tool="off")
+    assert off.calls == [] and "switched off" in observations(off, tokens)[0]
+    forced, _, _ = one(pool, ["4}\n</answer><end>"], force_answer=True)
+    assert forced.answer == "4" and [s.kind for s in forced.spans] == ["prompt", "prefix", "policy"]
+    assert not forced.spans[1].learn
+
+
+def test_a_broken_record_is_skipped_and_listed(pool):
+    good, bad = needle.task("eval", 0), needle.task("eval", 1)
+    bad = dataclasses.replace(bad, media=(Media("image", data=b"not a picture"),))
+    asked = needle.task("eval", 2).messages[0]
+    wordy = dataclasses.replace(asked, parts=(asked.parts[0], Part("text", "x " * 2_000)))
+    long = dataclasses.replace(needle.task("eval", 2), id="long", messages=(wordy,))
+    collected, _, _ = collect(pool, [ANSWER], records=[bad, good, long], n=2)
+    assert [len(group) for group in collected.groups] == [0, 2, 0]
+    assert [name for name, _ in collected.skipped] == [bad.id, "long"]
+    assert "picture" in collected.skipped[0][1] and "max_length" in collected.skipped[1][1]
+
+
+def test_the_reward_pays_successful_calls_of_right_answers(pool):
+    task = needle.task("eval", 0)
+    right = f"<answer>\n\\boxed{{{task.answer.value}}}\n</answer><end>"
+    good, _, _ = one(pool, [code("image_clue_0.crop((0, 0, 96, 96))"), code("print(1)"), right])
+    assert score(good, task, RewardConfig()) == {
+        "accuracy": 1.0,
+        "tool_bonus": pytest.approx(0.2),
+        "total": pytest.approx(1.2),
+    }
+    failing, _, _ = one(pool, [code("1/0"), right])
+    assert score(failing, task, RewardConfig())["total"] == 1.0, "a call that failed is not paid (U37)"
+    wrong, _, _ = one(pool, [code("print(1)"), "<answer>\n\\boxed{99}\n</answer><end>"])
+    assert score(wrong, task, RewardConfig())["total"] == 0.0
+    once = score(good, task, RewardConfig(bonus_form="once"))
+    assert once["tool_bonus"] == pytest.approx(0.1)
