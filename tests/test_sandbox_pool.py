@@ -17,6 +17,7 @@ import pytest
 
 from pyvision_sandbox import Policy, SandboxError, SandboxPool, SandboxUnavailable
 from pyvision_sandbox.__main__ import main
+from pyvision_sandbox.runner import CHANNEL_FD
 
 POLICY = Policy(profile="numpy_pil", cell_timeout=10)
 
@@ -236,3 +237,14 @@ def test_check_holds_here(capsys: pytest.CaptureFixture[str]):
 
 def test_scratch_folders_lie_in_the_temporary_folder(pool: SandboxPool):
     assert Path(pool._zygote.scratch).parent == Path(tempfile.gettempdir())
+
+
+def test_more_live_sessions_than_the_channels_number():
+    """The server's descriptors pass through every number, the one that a session gives its channel included."""
+    with SandboxPool(Policy(profile="numpy_pil"), workers=4) as pool:
+        sessions = [pool.session() for _ in range(CHANNEL_FD // 2 + 10)]
+        with ThreadPoolExecutor(8) as threads:
+            results = list(threads.map(lambda session: session.run("print(1)"), sessions))
+        assert [result.stdout for result in results] == ["1\n"] * len(sessions)
+        for session in sessions:
+            session.close()

@@ -86,7 +86,10 @@ class Server:
                 os._exit(code)  # the server died before the line above
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # children that lose their parent stay below this session
             os.setpgid(0, 0)
-            os.dup2(sock, CHANNEL_FD, inheritable=False)
+            if sock == CHANNEL_FD:  # dup3 refuses to copy a descriptor onto itself
+                os.set_inheritable(sock, False)
+            else:
+                os.dup2(sock, CHANNEL_FD, inheritable=False)
             for name, fd in (("stdout", 1), ("stderr", 2)):
                 memory = os.memfd_create(name)
                 os.dup2(memory, fd)
