@@ -126,7 +126,8 @@ def demo(
         config = load(DemoConfig, path or _preset("demo.yaml"), overrides)
         from pyvision_jax.recipes import demo as recipe
 
-        summary = recipe.run(config, say=typer.echo)
+        with stops_on(FileExistsError):  # a run_dir that holds something else than a run
+            summary = recipe.run(config, say=typer.echo)
     recipe.print_table(summary)
     if record:
         recipe.record(summary, Path("docs/results/demo.json"))
@@ -164,9 +165,7 @@ def weights_import(
 
 @weights.command("export")
 def weights_export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="a parameter checkpoint (the folder `params` of an import or a run)")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(help="a parameter checkpoint (the folder `params` of an import)")],
     out: Annotated[Path, typer.Argument(help="directory to write, readable by transformers")],
     model_dir: Annotated[
         Path | None, typer.Option(help="where config.json and the tokenizer lie [beside CHECKPOINT]")

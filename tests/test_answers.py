@@ -40,6 +40,12 @@ def test_choices(value, right):
     assert matches(value, Answer("E", "choice", choices)) is right, "box or no box, every path agrees"
 
 
+def test_the_text_of_another_choice_is_no_letter():
+    pets = ("a dog", "a cat", "I see none")
+    assert matches("a dog", Answer("A", "choice", pets)) and not matches("a cat", Answer("A", "choice", pets))
+    assert matches("a cat", Answer("B", "choice", pets)) and matches("A cat or so", Answer("A", "choice", pets))
+
+
 @pytest.mark.parametrize(
     "text, number",
     [("3.5", 3.5), ("3.5.", 3.5), ("3,500", 3500.0), ("-2 m", -2.0), ("$5", 5.0), ("5 apples and 6 pears", None),

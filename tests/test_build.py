@@ -112,7 +112,15 @@ def test_the_generated_world_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.options: .*colour"):
         build_tasks(DataConfig(train="needle", options={"colour": "red"}))
 
+    for options, words in [({"split": "evl"}, "split: 'evl'"), ({"count": 0}, "count"), ({"script": "tite"}, "'tite'")]:
+        with pytest.raises(ConfigError, match=rf"data\.options.*{words}"):
+            build_traces(DataConfig(train="needle", options=options))
+
     path = tmp_path / "records.jsonl"
+    asked = '"messages": [{"role": "user", "content": "hi"}]'
+    path.write_text(f'{{"id": "a", {asked}, "answer": {{"value": "ten", "kind": "number"}}}}\n{{"id": "b", {asked}}}\n')
+    records = build_tasks(DataConfig(train=str(path)))
+    assert [record.id for record in records.source] == ["b"] and "'ten' is not a number" in records.bad[0]["reason"]
     path.write_text('{"id": "a", "messages": [{"role": "user", "content": "hi"}]}\n{"id": 3}\n')
     records = build_tasks(DataConfig(train=str(path)))
     assert len(records.source) == 1 and records.bad[0]["row"] == 2
@@ -210,6 +218,10 @@ def test_a_bad_configuration_stops_before_anything_is_made(
         result = CliRunner().invoke(app, ["sft", str(config), wrong])
         assert result.exit_code == 2 and result.stderr.startswith("pyvision: error: ") and words in result.stderr
         assert result.stderr.count("\n") == 1 and not run.exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    result = CliRunner().invoke(app, ["demo", f"run_dir={tmp_path / 'mine'}"])
+    assert result.exit_code == 2 and "is not empty and no run" in result.stderr and result.stderr.count("\n") == 1
     result = CliRunner().invoke(app, ["rl", str(tmp_path / "gone.yaml")])
     assert result.exit_code == 2 and "gone.yaml does not exist" in result.stderr
 

@@ -87,6 +87,12 @@ def test_picture_slots_are_a_limit_or_grow_and_are_state():
     with pytest.raises(ValueError, match=r"3 pictures do not fit packing\.images=2"):
         packer(row_length=128, images=2).pack([random_example(SPEC, 0, [random_image(i) for i in range(3)])])
 
+    crowded = random_example(SPEC, 0, [random_image(i) for i in range(3)])
+    with pytest.raises(TooLong):  # a loader asks before it packs, and skips the record
+        packer(row_length=128, images=2).check(crowded)
+    packed = packer(row_length=128, images=2).pack([crowded, examples[0]], too_long="skip")
+    assert packed.skipped == [("example0", "3 pictures do not fit packing.images=2 of a micro-batch")]
+
     growing = packer(row_length=128)
     assert growing.pack([random_example(SPEC, 0)]).batches[0].vision is None
     assert growing.pack(examples[:5]).batches[0].vision.valid.shape[0] == 8

@@ -89,7 +89,7 @@ class Loader(Generic[Item, Out]):
         if len(source) == 0:
             raise ValueError("the source holds no records")
         self.skipped = Skipped(on_skip)
-        limit = min(len(source), 1_000)
+        limit = min(2 * len(source), 1_000)  # a whole epoch lies in any run of so many; fewer may straddle two
 
         def fetch(index: int) -> Item | None:
             try:

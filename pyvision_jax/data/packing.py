@@ -18,7 +18,8 @@ from pyvision_jax.rollout.trajectory import Trajectory
 
 
 class TooLong(ValueError):
-    """An example longer than a row. It is never cut: a cut could fall inside a picture."""
+    """An example that no micro-batch holds: longer than a row, or with more pictures than there are slots. It is never
+    cut: a cut could fall inside a picture."""
 
 
 @dataclasses.dataclass
@@ -139,14 +140,15 @@ class Packer:
     def pack(self, examples: Sequence[Example], *, too_long: str = "raise") -> Packed:
         """Micro-batches over all examples.
 
-        Raises `TooLong` for an example over `row_length` (`too_long="skip"` lists it instead), and `ValueError` for one
-        that is malformed or shows more pictures than a micro-batch may hold.
+        Raises `TooLong` for an example over `row_length` or with more pictures than a micro-batch may hold
+        (`too_long="skip"` lists it instead), and `ValueError` for one that is malformed.
         """
         skipped: list[tuple[str, str]] = []
         bins: list[_Bin] = []
         for example in examples:
-            if too_long == "skip" and len(example.ids) > self._config.row_length:
-                skipped.append((example.name, self._over(example)))
+            over = self._over(example)
+            if too_long == "skip" and over:
+                skipped.append((example.name, over))
                 continue
             self.check(example)
             self._place(example, len(example.ids), bins)
@@ -156,8 +158,9 @@ class Packer:
     def check(self, example: Example) -> None:
         """Raises `TooLong`, or `ValueError` for pictures that do not match their placeholders and for a learned id that
         the sampler can never draw."""
-        if len(example.ids) > self._config.row_length:
-            raise TooLong(f"{example.name}: {self._over(example)}")
+        over = self._over(example)
+        if over:
+            raise TooLong(f"{example.name}: {over}")
         tokens = sum(self._processor.grid_tokens(image.grid) for image in example.images)
         held = int(np.count_nonzero(example.ids == self._spec.image_token))
         if tokens != held or int(example.image_index.max(initial=-1)) + 1 != held:
@@ -168,7 +171,11 @@ class Packer:
             raise ValueError(f"{example.name}: id {example.ids[at]} at {at} is learned but may never be sampled")
 
     def _over(self, example: Example) -> str:
-        return f"{len(example.ids)} ids do not fit row_length={self._config.row_length}"
+        """Why no micro-batch holds the example; empty if one does."""
+        if len(example.ids) > self._config.row_length:
+            return f"{len(example.ids)} ids do not fit row_length={self._config.row_length}"
+        pictures, cap = len({image.hash for image in example.images}), self._config.images
+        return f"{pictures} pictures do not fit packing.images={cap} of a micro-batch" if 0 < cap < pictures else ""
 
     def _place(self, example: Example, length: int, bins: list[_Bin]) -> None:
         cap = self._config.images
@@ -180,10 +187,6 @@ class Packer:
             if len(free):
                 self._put(example, length, candidate, int(free[0]))
                 return
-        if cap and len({image.hash for image in example.images}) > cap:
-            raise ValueError(
-                f"{example.name}: {len(example.images)} pictures do not fit packing.images={cap} of a micro-batch"
-            )
         bins.append(_Bin(np.zeros(self._config.rows, np.int64), [[] for _ in range(self._config.rows)]))
         self._put(example, length, bins[-1], 0)
 

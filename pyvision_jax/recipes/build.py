@@ -18,9 +18,10 @@ from pyvision_jax.config import DataConfig, ImageConfig, MeshConfig, ModelConfig
 from pyvision_jax.config_check import check, check_mesh
 from pyvision_jax.config_load import ConfigError
 from pyvision_jax.data.image_processing import ImageProcessor
-from pyvision_jax.data.jsonl import ReadReport, read_records
+from pyvision_jax.data.jsonl import ReadReport, RecordError, read_records
 from pyvision_jax.data.loader import Source
 from pyvision_jax.data.media import Generators
+from pyvision_jax.data.records import Record
 from pyvision_jax.data.tokenizer import Tokenizer
 from pyvision_jax.models.config import ModelSpec
 from pyvision_jax.models.hf import import_weights
@@ -29,6 +30,7 @@ from pyvision_jax.models.hf_names import FAMILIES
 from pyvision_jax.models.safetensors_io import WeightsError
 from pyvision_jax.models.spec import init_params
 from pyvision_jax.parallel.mesh import make_mesh
+from pyvision_jax.rewards.answers import matches
 from pyvision_jax.worlds import needle
 
 GENERATORS: Generators = needle.GENERATORS
@@ -133,19 +135,36 @@ def build_evaluation(data: DataConfig, count: int = 256) -> Records:
 
 def _records(data: DataConfig, name: str, world: Callable[[dict[str, Any]], Source]) -> Records:
     if name == "needle":
+        for key, known in (("split", (*needle.SPLITS,)), ("script", (None, *needle.SCRIPTS))):
+            if key in data.options and data.options[key] not in known:
+                raise ConfigError(f"data.options.{key}: {data.options[key]!r} is none of {', '.join(map(str, known))}")
         try:
-            return Records(world(data.options), [])
-        except TypeError as error:
+            source = world(data.options)
+            if len(source) < 1:
+                raise ValueError("count is below 1")
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"data.options: {error}") from error
+        return Records(source, [])
     report = ReadReport()
     try:
         records = read_records(name, report=report)
     except OSError as error:
         raise ConfigError(f"data: {error}") from error
+    records = [record for record in records if _comparable(name, record, report)]
     if not records:
         first = f"; the first: {report.bad[0]}" if report.bad else ""
         raise ConfigError(f"data: {name} holds no usable record ({len(report.bad)} bad lines{first})")
     return Records(records, report.rows())
+
+
+def _comparable(name: str, record: Record, report: ReadReport) -> bool:
+    """Whether the record's answer can be compared with one; noted in the report if not."""
+    try:
+        matches("", record.answer)
+    except ValueError as error:
+        report.bad.append(RecordError(name, 0, "answer.value", f"record {record.id}: {error}"))
+        return False
+    return True
 
 
 def _processor(model: ModelConfig, image: ImageConfig, spec: ModelSpec) -> ImageProcessor:

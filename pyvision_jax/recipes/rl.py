@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from pyvision_jax.agents.loop import Collected
 from pyvision_jax.checkpoint import Checkpoints
 from pyvision_jax.config import RLConfig
+from pyvision_jax.config_check import groups_drawn
 from pyvision_jax.data.image_processing import ImageProcessor
 from pyvision_jax.data.loader import Loader, Source
 from pyvision_jax.data.media import ImageStore
@@ -90,7 +91,7 @@ def run(
     packer = Packer(model_spec, processor, cfg.packing, forbidden=forbidden, multiple=devices_of(mesh))
     loader: Loader[Record, list[Record]] = Loader(
         source,
-        batch_size=math.ceil(algorithm.prompts * algorithm.oversample),
+        batch_size=groups_drawn(algorithm),
         prepare=lambda record: record,
         finish=list,
         seed=cfg.data.shuffle_seed,
@@ -116,7 +117,7 @@ def run(
             checkpoints.check()
             clock = _Clock()
             records = next(loader)
-            collected = collect(state.params, records, seed=_seed(cfg.seed, step), version=step - 1)
+            collected = collect(state.params, records, seed=_seed(cfg.seed, step, cfg.rollout.seed), version=step - 1)
             for name, reason in collected.skipped:
                 log.warning("record %s skipped: %s", name, reason)
                 if on_skip is not None:
@@ -160,6 +161,7 @@ def run(
                 _rollout_metrics(groups)
                 | report.metrics()
                 | _update_metrics(updates)
+                | (_spread("critic/advantages", np.concatenate([group.advantages for group in kept])) if kept else {})
                 | {
                     "training/global_step": float(step),
                     "data/skipped": float(len(loader.skipped) + len(collected.skipped)),
@@ -195,9 +197,10 @@ def run(
     return Trained(state.params, numbers, loader.skipped.listed(), time.perf_counter() - started)
 
 
-def _seed(seed: int, step: int) -> int:
-    """32 bits that follow from the run's seed and the step: a resumed step samples what it would have sampled."""
-    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
+def _seed(seed: int, step: int, rollout_seed: int = 0) -> int:
+    """32 bits that follow from the run's seeds and the step: a resumed step samples what it would have sampled."""
+    own = (seed, step, rollout_seed) if rollout_seed else (seed, step)
+    return int(np.random.SeedSequence(own).generate_state(1)[0])
 
 
 def _score(trajectory: Trajectory, record: Record, reward: Reward) -> None:
@@ -272,7 +275,7 @@ class _Clock:
         return self._parts | {"timing_s/step": self.total}
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
     array = np.asarray(values, np.float64)
     return {f"{name}/{kind}": float(f(array)) for kind, f in (("mean", np.mean), ("max", np.max), ("min", np.min))}
 
@@ -298,13 +301,13 @@ def _rollout_metrics(groups: list[list[Trajectory]]) -> dict[str, float]:
     )
     out |= _spread("prompt_length", [next((s.end for s in m.spans if s.kind == "prompt"), 0) for m in members])
     out |= _spread("num_turns", [sum(span.kind == "policy" for span in member.spans) for member in members])
-    out |= _spread("tool_call_counts", [len(member.calls) for member in members])
+    out |= _spread("tool_call_counts", [member.tool_calls for member in members])
     out["tool_call_counts/zero_share"] = float(np.mean([not member.calls for member in members]))
     calls = [call for member in members for call in member.calls]
     out["tools/failure_frequency"] = float(np.mean([not call.ok for call in calls])) if calls else 0.0
     out["tools/seconds"] = float(np.mean([call.seconds for call in calls])) if calls else 0.0
     names = {name for member in members for name in member.rewards} - {"total"}
-    out |= {f"rewards/{name}/mean": float(np.mean([m.rewards.get(name, 0.0) for m in members])) for name in names}
+    out |= {f"reward/{name}/mean": float(np.mean([m.rewards.get(name, 0.0) for m in members])) for name in names}
     return out
 
 

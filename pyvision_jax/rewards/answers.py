@@ -65,10 +65,10 @@ def matches(value: str, reference: Answer) -> bool:
     if reference.kind == "choice":
         if re.search(r"\b[a-z]\)? or \(?[a-z]\b", got):
             return False
-        letter = _LETTER.match(got)
-        if letter and letter.group(1) == want[:1]:
-            return True
         texts = [normalise(choice) for choice in reference.choices]
-        index = ord(want[:1]) - ord("a") if want else -1
-        return 0 <= index < len(texts) and got == texts[index]
+        if len(got) > 1 and got in texts:  # "a cat" as the text of choice B does not choose A
+            index = ord(want[:1]) - ord("a") if want else -1
+            return 0 <= index < len(texts) and got == texts[index]
+        letter = _LETTER.match(got)
+        return letter is not None and letter.group(1) == want[:1]
     return got == want
