@@ -68,7 +68,7 @@ class RolloutConfig:
     max_turn_length: int = 1_024  # ids of one policy turn
     chunk: int = 16  # decode steps between two looks of the host
     prefill_buckets: tuple[int, ...] = (64, 256, 1_024, 4_096)  # new tokens of one row in a prefill or extend program
-    patch_buckets: tuple[int, ...] = (64, 256, 1_024, 4_096)  # patches of one picture in the vision program
+    patch_buckets: tuple[int, ...] = (64, 256, 1_024, 4_096, 16_384)  # patches of one picture in the vision program
     seed: int = 0
 
 

@@ -23,6 +23,7 @@ from pyvision_jax.config import (
     ModelConfig,
     OptimizerConfig,
     ProtocolConfig,
+    RLConfig,
     SFTConfig,
 )
 from pyvision_jax.config_load import ConfigError, load
@@ -140,6 +141,18 @@ def test_a_host_is_built_without_a_device(spec: ModelSpec, tokenizer_dir: Path) 
     assert example.loss_weights.sum() > 0
     with pytest.raises(ConfigError, match="steps: 0 is below 1"):
         build_host(load(SFTConfig, None, ["steps=0"]))
+
+
+def test_every_picture_within_the_limits_fits_a_vision_program(tokenizer_dir: Path) -> None:
+    """In the published tower (windows of 4 x 4 tokens) 2 million pixels are 10,204 patches, in windows partly empty."""
+    t = Tokenizer(tokenizer_dir)
+    hf = tiny_spec(vocab_size=t.vocab_size, ids=(t.image_pad, t.video_pad, t.vision_start, t.vision_end)).to_hf()
+    hf["vision_config"]["window_size"] = 112
+    given = [f"model.config={json.dumps(hf)}", f"model.tokenizer={tokenizer_dir}", "data.train=needle"]
+    build_host(load(RLConfig, None, given))
+    for buckets in ("[4096]", "[1024, 12288]"):  # too small for all, and for long pictures
+        with pytest.raises(ConfigError, match=r"rollout\.patch_buckets: a picture of .* needs .* windows"):
+            build_host(load(RLConfig, None, [*given, f"rollout.patch_buckets={buckets}"]))
 
 
 def test_data_commands(spec: ModelSpec, tokenizer_dir: Path, tmp_path: Path) -> None:

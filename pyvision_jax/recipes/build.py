@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,16 @@ from jax.sharding import Mesh
 
 from pyvision_jax.agents.protocol import AgentProtocol
 from pyvision_jax.agents.pyvision import PyVisionImage
-from pyvision_jax.config import DataConfig, ImageConfig, MeshConfig, ModelConfig, ProtocolConfig, RLConfig, SFTConfig
+from pyvision_jax.config import (
+    DataConfig,
+    ImageConfig,
+    MeshConfig,
+    ModelConfig,
+    ProtocolConfig,
+    RLConfig,
+    RolloutConfig,
+    SFTConfig,
+)
 from pyvision_jax.config_check import check, check_mesh
 from pyvision_jax.config_load import ConfigError
 from pyvision_jax.data.image_processing import ImageProcessor
@@ -31,6 +41,7 @@ from pyvision_jax.models.safetensors_io import WeightsError
 from pyvision_jax.models.spec import init_params
 from pyvision_jax.parallel.mesh import make_mesh
 from pyvision_jax.rewards.answers import matches
+from pyvision_jax.rollout.cache import bucket_of, patch_buckets
 from pyvision_jax.worlds import needle
 
 GENERATORS: Generators = needle.GENERATORS
@@ -60,6 +71,8 @@ def build_host(config: SFTConfig | RLConfig, media_root: str | None = None) -> H
     """Checks the whole configuration, reads the model's small files. Raises `ConfigError`."""
     check(config)
     spec, tokenizer, processor = read_model(config.model, config.image)
+    if isinstance(config, RLConfig):
+        _check_buckets(config.rollout, spec, processor)
     protocol = build_protocol(config.protocol, config.image, spec, tokenizer, processor, media_root)
     return Host(spec, tokenizer, processor, protocol)
 
@@ -184,6 +197,18 @@ def _processor(model: ModelConfig, image: ImageConfig, spec: ModelSpec) -> Image
         max_pixels=image.max_pixels,
         max_aspect=min(image.max_aspect, processor.max_aspect),
     )
+
+
+def _check_buckets(rollout: RolloutConfig, spec: ModelSpec, processor: ImageProcessor) -> None:
+    """A tool may return a picture of any form: one that no vision program holds would end the run in its middle."""
+    buckets, merge = patch_buckets(rollout.patch_buckets, spec.vision), spec.vision.merge_size
+    tokens = max(1, processor.max_pixels // processor.factor**2)
+    for rows in range(1, math.isqrt(tokens) + 1):
+        columns = min(tokens // rows, math.ceil((rows + 0.5) * processor.max_aspect))  # a side may be rounded down
+        try:
+            bucket_of((1, rows * merge, columns * merge), buckets, spec.vision)
+        except ValueError as error:
+            raise ConfigError(f"rollout.patch_buckets: {error}") from error
 
 
 def _check_ids(spec: ModelSpec, tokenizer: Tokenizer, place: Path) -> None:
