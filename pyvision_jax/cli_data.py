@@ -67,13 +67,15 @@ def show_record(
 
     Raises `OSError`, `RecordError`, `ConfigError`, `MediaError`, and `ValueError` where there is no such record.
     """
-    records = read_records(path, media_root)
+    report = ReadReport()  # a bad line elsewhere is no reason not to show this one
+    records = read_records(path, media_root, report)
     if which.isdigit() and int(which) < len(records):
         record = records[int(which)]
     else:
         named = [record for record in records if record.id == which]
         if not named:
-            raise ValueError(f"{path}: {len(records)} records, none is {which!r}")
+            bad = f" ({len(report.bad)} bad lines left out; the first: {report.bad[0]})" if report.bad else ""
+            raise ValueError(f"{path}: {len(records)} records, none is {which!r}{bad}")
         record = named[0]
     image = ImageConfig()
     spec, tokenizer, processor = read_model(ModelConfig(path=str(model)), image)

@@ -78,6 +78,9 @@ def groups_drawn(algorithm: AlgorithmConfig) -> int:
 
 def _problems(config: SFTConfig | RLConfig, files: bool) -> Iterator[str]:
     yield from _at_least("", config, steps=1)
+    yield from _seed("seed", config.seed)
+    if not config.run_dir:
+        yield "run_dir: empty; give the folder of the run"
     yield from _model(config.model, files)
     yield from _mesh(config.mesh, config.packing)
     yield from _image(config.image)
@@ -93,6 +96,7 @@ def _problems(config: SFTConfig | RLConfig, files: bool) -> Iterator[str]:
         yield from _sandbox(config.sandbox)
         yield from _selection(config.selection, config.algorithm)
         yield from _algorithm(config.algorithm)
+        yield from _seed("rollout.seed", config.rollout.seed)
         if config.reward.tool_bonus < 0:
             yield f"reward.tool_bonus: {config.reward.tool_bonus:g} is below 0"
     yield from _data(config.data, files)
@@ -103,6 +107,11 @@ def _at_least(prefix: str, part: Any, **minima: float) -> Iterator[str]:
     for name, least in minima.items():
         if not values[name] >= least:
             yield f"{prefix}{name}: {values[name]} is below {least:g}"
+
+
+def _seed(key: str, seed: int) -> Iterator[str]:
+    if not 0 <= seed < 2**32:
+        yield f"{key}: {seed} is not in [0, 2^32)"
 
 
 def _model(model: ModelConfig, files: bool) -> Iterator[str]:
@@ -238,6 +247,7 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _data(data: DataConfig, files: bool) -> Iterator[str]:
+    yield from _seed("data.shuffle_seed", data.shuffle_seed)
     if not data.train:
         yield f"data.train: give a JSONL file of records, or a generated world ({', '.join(WORLDS)})"
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,13 +31,13 @@ def load(cls: type[T], path: Path | str | None = None, overrides: Iterable[str] 
 
     YAML interpolation (`${seed}`) works across the whole tree. Raises `ConfigError`.
     """
-    trees = []
+    trees = [OmegaConf.create(as_tree(cls()))]  # interpolations reach defaults too
     if path is not None:
         trees.append(_read_file(cls, Path(path)))
     for override in overrides:
         trees.append(_read_override(cls, override))
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True) if trees else {}
+        merged = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path or 'overrides'}: {_first_line(error)}") from error
     return _build(cls(), typing.cast(dict[str, Any], merged), str(path) if path is not None else "overrides", "")
@@ -84,7 +85,7 @@ def _read_file(cls: type, path: Path) -> Any:
         raise ConfigError(f"configuration file {path} does not exist")
     try:
         tree = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:  # OSError: a bare number, or no right to read
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
@@ -216,6 +217,8 @@ def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong("a number")
+        if not abs(value) <= sys.float_info.max:  # comparisons with nan are all false: no check downstream sees one
+            raise wrong("a finite number")
         return float(value)
     if kind is str:
         if value is None:  # `key:` in YAML, `key=` in an override

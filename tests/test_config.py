@@ -37,6 +37,28 @@ def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     assert config.sampling.code_temperature == 0.0 and isinstance(config.algorithm.oversample, float)
 
 
+def test_an_interpolation_reaches_a_default(tmp_path: Path) -> None:
+    config = load(RLConfig, write(tmp_path / "c.yaml", "run_dir: runs/seed${seed}-${optimizer.lr}"))
+    assert config.run_dir == f"runs/seed{RLConfig().seed}-{RLConfig().optimizer.lr}"
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, RLConfig, DemoConfig])
+def test_no_float_may_be_nan_or_infinite(cls: type) -> None:
+    tree = dict.fromkeys(keys(cls))
+    floats = [key for key in tree if isinstance(_at(as_tree(cls()), key), float)]
+    assert len(floats) > 5
+    for key in floats:
+        for value in (".nan", ".inf", "-.inf", "1" + 400 * "0"):
+            with pytest.raises(ConfigError, match=f"{key} must be a finite number"):
+                load(cls, None, [f"{key}={value}"])
+
+
+def _at(tree: typing.Any, key: str) -> typing.Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
 def test_a_group_keeps_the_defaults_of_its_run() -> None:
     assert load(SFTConfig, None, ["optimizer.b2=0.99"]).optimizer == OptimizerConfig(lr=1e-5, b2=0.99)
 
@@ -68,6 +90,7 @@ def test_dump_and_load_are_inverse(cls: type, tmp_path: Path) -> None:
         ("selection: {end_reasons: [infrastructure]}", ["selection.end_reasons[0] must be one of answered"]),
         ("model: {config: 3}", ["model.config must be a mapping"]),
         ("model: {path: [a]}", ["model.path must be text"]),
+        ("3", ["not readable as YAML"]),
         ("- 1\n- 2", ["a list, not a mapping"]),
         ("a: [1", ["not readable as YAML"]),
         ("run_dir: ${nothing}", ["nothing"]),
@@ -125,6 +148,10 @@ def test_a_missing_file() -> None:
         ("image.max_pixels=10", "image.max_pixels: 10 is below image.min_pixels"),
         ("sampling.top_p=0", "sampling.top_p: 0.0 is not in"),
         ("optimizer.warmup_steps=101", "exceeds the run's steps"),
+        ("run_dir=", "run_dir: empty"),
+        ("seed=-1", "seed: -1 is not in"),
+        ("rollout.seed=4294967296", "rollout.seed: 4294967296 is not in"),
+        ("data.shuffle_seed=-1", "data.shuffle_seed: -1 is not in"),
         ("checkpoint.every=0", "checkpoint.every: 0 is below 1"),
         ("model.path=some", "give either model.path .* or model.config"),
         ("model.tokenizer=", "model.tokenizer: "),

@@ -212,6 +212,9 @@ def test_arrays_pil_images_and_generators():
     made = Media("image", make=("board", {"side": 5}))
     generators = {"board": lambda side: Image.new("RGB", (side, side), "red")}
     assert opened(made, generators=generators).shape == (5, 5, 3)
+    for arguments in ({}, {"side": "x"}, {"side": -1}, {"colour": "red"}):
+        with pytest.raises(MediaError, match="board cannot draw"):
+            open_image(Media("image", make=("board", arguments)), generators=generators)
     with pytest.raises(MediaError, match="nearest is 'boards'"):
         open_image(made, generators={"boards": generators["board"]})
     with pytest.raises(MediaError, match="found a video"):

@@ -6,9 +6,9 @@ import base64
 import dataclasses
 import difflib
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -162,6 +162,8 @@ class _Reader:
             self.fail("", f"not JSON at column {error.colno} ({error.msg})")
         except RecursionError:
             self.fail("", "JSON nested too deeply")
+        except ValueError as error:  # Python refuses to read whole numbers of thousands of digits
+            self.fail("", f"not JSON that can be read ({error})")
         self.mapping(value, "", ("id", "messages", "media", "answer", "protocol", "source", "meta"))
         media = self.array(value.get("media", []), "media")
         found = tuple(self.media(item, f"media[{index}]") for index, item in enumerate(media))
@@ -275,8 +277,9 @@ class _Reader:
         return value
 
     def number(self, value: Any, key: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            self.fail(key, f"expected a number that is not negative, found {value if value == value else 'NaN'!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+            shown = repr(value)  # a float's infinity, or a whole number of hundreds of digits
+            self.fail(key, f"expected a number that is not negative, found {shown[:40]}")
         return float(value)
 
     def one_of(self, value: Any, key: str, allowed: tuple[Any, ...]) -> Any:

@@ -268,7 +268,12 @@ def _generate(make: tuple[str, dict[str, Any]], generators: Generators, where: s
         near = difflib.get_close_matches(name, generators, n=1)
         hint = f"; nearest is {near[0]!r}" if near else ""
         raise MediaError(where, f"no generator of that name ({len(generators)} known{hint})")
-    return generators[name](**arguments)
+    try:
+        return generators[name](**arguments)
+    except (
+        Exception
+    ) as error:  # the arguments come from a file, and a generator says what is wrong with them its own way
+        raise MediaError(where, f"{name} cannot draw {arguments!r:.80}: {type(error).__name__}: {error}") from error
 
 
 def _from_array(array: np.ndarray, where: str) -> Image.Image:

@@ -44,7 +44,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WeightsError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: holds {type(value).__name__}, not an object")
