@@ -24,7 +24,7 @@ BFLOAT16_MEAN, BFLOAT16_P999 = 0.02, 0.2
 
 
 def played(weights, dtype):
-    """(sampled log-probs, the trainer's, ids equal to the trainer's best where greedy, gaps of its two best)."""
+    """Log-probabilities at temperature 1 of what was sampled: the engine's, and the trainer's in float32."""
     eng = sampler.Engine(
         jax.tree.map(lambda leaf: leaf.astype(dtype), weights), sampler.config(), sampler.ROLLOUT,
         SamplingConfig(temperature=0.6, code_temperature=0.0), sampler.tokenizer(), sampler.TAGS, sampler.PROCESSOR,
