@@ -203,6 +203,8 @@ def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
             _convert(each, item, where, f"{key}[{i}]") for i, (each, item) in enumerate(zip(kinds, value, strict=True))
         )
     if origin is dict or kind is dict:
+        if value is None:  # `data.options=null` empties what the file holds: mappings are merged, not replaced
+            return {}
         if not isinstance(value, Mapping):
             raise wrong("a mapping")
         return {str(name): item for name, item in value.items()}

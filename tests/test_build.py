@@ -235,6 +235,11 @@ def test_a_bad_configuration_stops_before_anything_is_made(
     (tmp_path / "mine" / "notes.txt").touch()
     result = CliRunner().invoke(app, ["demo", f"run_dir={tmp_path / 'mine'}"])
     assert result.exit_code == 2 and "is not empty and no run" in result.stderr and result.stderr.count("\n") == 1
+    (tmp_path / "file").write_text("")
+    for where, words in [("file", "file is a file"), ("file/below", "cannot be written: Not a directory")]:
+        wrong = [f"run_dir={tmp_path / where}", "packing.rows=8", "mesh.fsdp=-1"]
+        result = CliRunner().invoke(app, ["sft", str(config), *wrong])
+        assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.output
     result = CliRunner().invoke(app, ["rl", str(tmp_path / "gone.yaml")])
     assert result.exit_code == 2 and "gone.yaml does not exist" in result.stderr
 

@@ -63,6 +63,12 @@ def test_a_group_keeps_the_defaults_of_its_run() -> None:
     assert load(SFTConfig, None, ["optimizer.b2=0.99"]).optimizer == OptimizerConfig(lr=1e-5, b2=0.99)
 
 
+def test_null_empties_a_mapping_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "model: {config: {a: 1}}\ndata: {options: {b: 2}}")
+    config = load(SFTConfig, path, ["model.config=null", "data.options="])
+    assert config.model.config == {} and config.data.options == {}
+
+
 @pytest.mark.parametrize("cls", [SFTConfig, RLConfig])
 def test_dump_and_load_are_inverse(cls: type, tmp_path: Path) -> None:
     config = load(cls, None, [*RUNNABLE, "optimizer.freeze=[vision, merger]", "mesh.fsdp=2"])

@@ -130,5 +130,8 @@ def test_preprocessor_config_defaults_and_refusals():
     assert ImageProcessor.from_hf({}) == ImageProcessor()
     with pytest.raises(ValueError, match="resample=2"):
         ImageProcessor.from_hf({"resample": 2})
+    for key, value in [("image_mean", "abc"), ("image_mean", [0.5]), ("image_std", [1, 1, 0]), ("image_std", None)]:
+        with pytest.raises(ValueError, match=f"{key}=.* is not three numbers"):
+            ImageProcessor.from_hf({key: value})
     with pytest.raises(ValueError, match="min_pixels"):
         ImageProcessor(min_pixels=10, max_pixels=5)

@@ -106,6 +106,23 @@ def test_missing_special_and_foreign_vocabulary_are_named():
         Tokenizer(Backend(models.BPE({"a b": 0}, [])))
 
 
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b'{"version": "1.0"}', b"\xff\xfe", b"version https://git-lfs"]
+)
+def test_a_damaged_file_is_named(tiny, tmp_path, data):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        directory = tmp_path / name
+        tiny.save(directory)
+        if name == "tokenizer_config.json" and data.startswith(b"{") and data.endswith(b"}"):
+            continue
+        (directory / name).write_bytes(data)
+        with pytest.raises(ValueError, match=name if name != "tokenizer.json" else str(directory)):
+            Tokenizer(directory)
+    (tmp_path / "tokenizer.json.xz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"tokenizer\.json\.xz"):
+        Tokenizer(tmp_path)
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)

@@ -89,6 +89,11 @@ class ImageProcessor:
             found = (config.get(name), size.get(edge), size.get(name), default)
             return int(next(value for value in found if value is not None))
 
+        for key in ("image_mean", "image_std"):
+            channels = config.get(key, CLIP_MEAN)
+            numbers = isinstance(channels, list | tuple) and all(isinstance(value, int | float) for value in channels)
+            if not numbers or len(channels) != 3 or (key == "image_std" and not all(value > 0 for value in channels)):
+                raise ValueError(f"preprocessor_config.json: {key}={channels!r} is not three numbers that can be used")
         return cls(
             patch_size=config.get("patch_size", 14),
             merge_size=config.get("merge_size", 2),

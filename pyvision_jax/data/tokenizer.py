@@ -58,15 +58,23 @@ class Tokenizer:
         else:
             file = _find(Path(source))
             data = file.read_bytes()
-            text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
+            try:
+                text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
+            except (lzma.LZMAError, UnicodeDecodeError) as error:
+                raise ValueError(f"{file}: {error}") from error
             beside = file.with_name("tokenizer_config.json")
             if config is None and beside.exists():
-                config = json.loads(beside.read_text(encoding="utf-8"))
+                config = _object(beside)
         self.config: dict[str, Any] = dict(config or {})
-        self.backend = tokenizers.Tokenizer.from_str(text)
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises no class of its own
+            raise ValueError(f"{source if isinstance(source, str | Path) else 'tokenizer'}: {error}") from error
         self.backend.encode_special_tokens = True  # specials in text are literals; `encode` splices real ones itself
         added = self.backend.get_added_tokens_decoder()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError("the tokenizer's vocabulary is empty")
         self.vocab_size = max(vocabulary.values()) + 1  # ids of the tokenizer; a model may have more rows
         self.token_bytes = _token_bytes(vocabulary, added, self.vocab_size)
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -205,6 +213,16 @@ def train_tiny(
     tokenizer.train_from_iterator((piece for text in corpus for piece in names.split(text)), trainer)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special_tokens])
     return Tokenizer(tokenizer)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: holds {type(value).__name__}, not an object")
+    return value
 
 
 def _find(path: Path) -> Path:

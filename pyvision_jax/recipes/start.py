@@ -256,7 +256,11 @@ def _open(
     try:
         run_dir = RunDir(config.run_dir, "resume" if resume else "replace" if replace else "new")
     except FileExistsError as error:
-        raise ConfigError(f"run_dir: {error} (--resume, --replace)") from error
+        if Path(config.run_dir).is_dir():
+            raise ConfigError(f"run_dir: {error} (--resume, --replace)") from error
+        raise ConfigError(f"run_dir: {config.run_dir} is a file") from error
+    except OSError as error:
+        raise ConfigError(f"run_dir: {config.run_dir} cannot be written: {error.strerror}") from error
     run_dir.write_config(config)
     run_dir.write_versions()
     name = config.data.train if part == "train" else config.data.eval or config.data.train
