@@ -12,7 +12,7 @@ from pyvision_jax.agents.loop import AgentLoop
 from pyvision_jax.agents.pyvision import PyVisionImage
 from pyvision_jax.config import ImageConfig, ProtocolConfig, RewardConfig, RolloutConfig
 from pyvision_jax.data.media import ImageStore
-from pyvision_jax.data.records import Media, Part
+from pyvision_jax.data.records import Media, Message, Part
 from pyvision_jax.models.positions import mrope_positions
 from pyvision_jax.rewards.pyvision import score
 from pyvision_jax.rollout.trajectory import EndReason
@@ -84,7 +84,7 @@ def test_a_call_and_an_answer(pool):
 
 def test_the_rollout_of_a_trace_has_the_ids_of_the_trace(pool):
     record = needle.trace("eval", 3, "coarse_tight")
-    said = [part.text for message in record.messages if message.role == "assistant" for part in message.parts]
+    said = ["".join(part.text for part in m.parts) for m in record.messages if m.role == "assistant"]
     trajectory, _, tokens = one(pool, [said[0], said[1], said[2] + "<end>"], records=[needle.task("eval", 3)])
     spec = tiny.model_spec(tokens)
     protocol = PyVisionImage(
@@ -202,3 +202,24 @@ def test_the_reward_pays_successful_calls_of_right_answers(pool):
     assert score(wrong, task, RewardConfig())["total"] == 0.0
     once = score(good, task, RewardConfig(bonus_form="once"))
     assert once["tool_bonus"] == pytest.approx(0.1)
+
+
+def test_a_picture_left_out_keeps_its_number_in_the_context_and_in_the_session(pool):
+    both = code("display(image_clue_0.resize((900, 10)))\nimage_clue_0.resize((50, 60))")
+    trajectory, _, tokens = one(pool, [both, code("print(image_clue_2.size)"), ANSWER], bind_figures=True)
+    first, second = observations(trajectory, tokens)
+    assert "<image_clue_2>" in first and "<image_clue_1>" not in first and "too elongated" in first
+    assert "(50, 60)" in second
+
+
+def test_a_record_that_stands_twice_in_a_step_has_trajectories_of_its_own(pool):
+    task = needle.task("eval", 0)
+    collected, _, _ = collect(pool, [ANSWER], records=[task, task], n=2)
+    assert len({trajectory.id for group in collected.groups for trajectory in group}) == 4
+
+
+def test_a_task_with_two_user_messages_is_skipped(pool):
+    task = needle.task("eval", 0)
+    twice = dataclasses.replace(task, messages=(*task.messages, Message("user", (Part("text", "and?"),))))
+    collected, _, _ = collect(pool, [ANSWER], records=[twice])
+    assert collected.groups == [[]] and "one user message" in collected.skipped[0][1]

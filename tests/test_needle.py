@@ -71,7 +71,7 @@ def test_the_teachers_crops_are_what_the_sandbox_shows(script):
     assert len(tools) == {"direct": 0, "coarse_tight": 2}.get(script, 1)
     if not tools:
         return
-    said = [m.parts[0].text for m in record.messages if m.role == "assistant"]
+    said = ["".join(part.text for part in m.parts) for m in record.messages if m.role == "assistant"]
     with (
         SandboxPool(Policy(profile="numpy_pil")) as pool,
         pool.session(images={"image_clue_0": needle.draw("sft", 11)}) as s,

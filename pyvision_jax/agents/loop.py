@@ -7,6 +7,7 @@ can decode, so that what a trajectory becomes never depends on how long a tool t
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,9 +49,13 @@ class _Live:
     segments: list[Segment] = dataclasses.field(default_factory=list)
     calls: list[ToolCall] = dataclasses.field(default_factory=list)
     images: int = 0  # in context
+    shown: int = 0  # pictures by number: those in context, and those left out of it
     turns: int = 0
     session: Session | None = None
     answer: str | None = None
+
+
+log = logging.getLogger(__name__)
 
 
 class AgentLoop:
@@ -91,7 +96,7 @@ class AgentLoop:
         """`group_size` rollouts of each record. One whose prompt cannot be built or is too long is skipped and listed.
 
         `seed` with a record's place decides its samples. `prompts` replaces what the protocol would build (a control).
-        Ids of trajectories are `prefix`record/sibling.
+        Ids of trajectories are `prefix`place.record/sibling: a record may stand in the list twice.
         """
         start = time.perf_counter()
         self.seconds = {"build": 0.0, "generate": 0.0, "tools": 0.0}
@@ -123,7 +128,8 @@ class AgentLoop:
                 spans.append(Span("prefix", end - prompt.prefix, end, 0, False))
             for handle in handles:
                 place = (index, handle.index)
-                live[handle] = _Live(record, prompt, handle, place, handle.seed, list(spans), images=len(prompt.images))
+                live[handle] = _Live(record, prompt, handle, place, handle.seed, list(spans))
+                live[handle].images = live[handle].shown = len(prompt.images)
         self.seconds["build"] = time.perf_counter() - start
 
         calls: list[tuple[_Live, str, Future[tuple[Result, float]]]] = []
@@ -197,7 +203,7 @@ class AgentLoop:
         start = time.perf_counter()
         if one.session is None:
             one.session = self.pool.session(seed=one.seed % 2**32, images=one.prompt.session_images)
-        names = [f"image_clue_{one.images + k}" for k in range(self.config.max_images)]
+        names = [f"image_clue_{one.shown + k}" for k in range(self.config.max_images)]
         result = one.session.run(code, bind=names if self.config.bind_figures else ())
         return result, time.perf_counter() - start
 
@@ -212,13 +218,14 @@ class AgentLoop:
         one.calls.append(call)
         if self.config.error_policy == "stop" and not call.ok:
             return EndReason.TOOL_TIMEOUT if result.status in _TIMEOUTS else EndReason.TOOL_ERROR
-        observation = self.protocol.observe(result, one.segments[-1].stop is Stop.END, one.images)
+        observation = self.protocol.observe(result, one.segments[-1].stop is Stop.END, one.shown)
         if one.images + len(observation.images) > self.config.max_images:
             return EndReason.OVER_IMAGES
         if not self._append(one, observation):
             return EndReason.OVER_LENGTH
         call.images = [self.store.put(image) for image in observation.images]
         one.images += len(observation.images)
+        one.shown += len(result.images)
         return None
 
     def _append(self, one: _Live, observation: Observation) -> bool:
@@ -226,7 +233,11 @@ class AgentLoop:
         if len(observation.ids) > self.engine.room(one.handle):
             return False
         start = one.segments[-1].start + len(one.segments[-1].ids)
-        self.engine.extend(one.handle, observation.ids, observation.images)
+        try:
+            self.engine.extend(one.handle, observation.ids, observation.images)
+        except ValueError as error:  # a picture that no vision program holds
+            log.warning("an observation of %s was refused: %s", one.record.id, error)
+            return False
         one.spans.append(Span("observation", start, start + len(observation.ids), one.turns - 1, False))
         return True
 
@@ -241,7 +252,7 @@ class AgentLoop:
             return out
 
         return Trajectory(
-            id=f"{prefix}{one.record.id}/{one.place[1]}",
+            id=f"{prefix}{one.place[0]}.{one.record.id}/{one.place[1]}",
             record_id=one.record.id,
             ids=view.ids,
             spans=one.spans,

@@ -87,10 +87,14 @@ class PyVisionImage:
 
     def build(self, record: Record) -> Prompt:
         asked = [message for message in record.messages if message.role in ("system", "user")]
+        if sum(message.role == "user" for message in asked) != 1:
+            raise ValueError(f"record {record.id}: a task has one user message")
         pictures = self.pictures(record, [p.index for m in asked for p in m.parts if p.kind == "image"])
         images = [self.processor.process(picture) for picture in pictures.values()]
         order = {index: k for k, index in enumerate(pictures)}
-        messages = [self._reindexed(self._question(message, pictures), order) for message in asked]
+        messages = [
+            self._reindexed(self._question(message, pictures, 0, self.config.template), order) for message in asked
+        ]
         ids = list(render_prompt(messages, self.tokenizer, self._tokens(images)).ids)
         prefix = self.tokenizer.encode(FORCED_ANSWER) if self.config.force_answer else []
         named = {f"image_clue_{k}": picture for k, picture in enumerate(pictures.values())}
@@ -112,17 +116,17 @@ class PyVisionImage:
     def observe(self, result: Result, closed: bool, shown: int) -> Observation:
         """Pictures beyond `max_aspect` are left out and said so (released form: an error ends the episode)."""
         text = observation_text(result, self.config.max_text)
-        images: list[ProcessedImage] = []
-        for pixels in result.images:
+        images: dict[int, ProcessedImage] = {}  # by number; a picture that is left out keeps its number
+        for number, pixels in enumerate(result.images, start=shown):
             height, width = pixels.shape[:2]
             if max(height, width) > self.image.max_aspect * min(height, width):
                 text = f"{text}\n[a picture of {width}x{height} is too elongated and was left out]".strip()
             else:
-                images.append(self.processor.process(Image.fromarray(pixels)))
-        return self._turn(text, images, closed, shown)
+                images[number] = self.processor.process(Image.fromarray(pixels))
+        return self._turn(text, images, closed)
 
     def notice(self, text: str, closed: bool) -> Observation:
-        return self._turn(text, [], closed, 0)
+        return self._turn(text, {}, closed)
 
     def example(self, record: Record) -> Example:
         """A trace: assistant turns are learned, `tool` turns become observations as in a rollout."""
@@ -134,11 +138,14 @@ class PyVisionImage:
             if message.role == "tool":
                 said = "".join(part.text for part in message.parts if part.kind == "text")
                 indices = [part.index for part in message.parts if part.kind == "image"]
-                message = Message("user", _observation(said, indices, shown))
+                message = Message("user", _observation(said, dict(enumerate(indices, start=shown))))
                 shown += len(indices)
             elif message.role == "user":
+                first = shown
                 shown += sum(part.kind == "image" for part in message.parts)
-                message = self._question(message, pictures)
+                # The instructions stand in the first user turn alone.
+                template = self.config.template if not messages or messages[-1].role == "system" else "brief"
+                message = self._question(message, pictures, first, template)
             messages.append(self._reindexed(message, order))
         trace = render_trace(messages, self.tokenizer, self._tokens(images))
         ids = np.asarray(trace.ids, np.int32)
@@ -171,20 +178,19 @@ class PyVisionImage:
         parts = tuple(dataclasses.replace(p, index=order[p.index]) if p.kind == "image" else p for p in message.parts)
         return Message(message.role, parts)
 
-    def _question(self, message: Message, pictures: Mapping[int, Image.Image]) -> Message:
-        """The user's pictures between their name tags, then the template with the question in it."""
+    def _question(self, message: Message, pictures: Mapping[int, Image.Image], first: int, template: str) -> Message:
+        """The user's pictures between their name tags, numbered from `first`, then the template with the question."""
         if message.role != "user":
             return message
         query = "".join(part.text for part in message.parts if part.kind == "text")
         indices = [part.index for part in message.parts if part.kind == "image"]
         size = pictures[indices[0]].size if indices else (0, 0)
-        values = {"query": query.strip(), "width": size[0], "height": size[1]}
-        return Message(
-            "user", (*_named(indices, 0), Part("text", "\n" + TEMPLATES[self.config.template].format(**values)))
-        )
+        text = TEMPLATES[template].format(query=query.strip(), width=size[0], height=size[1])
+        return Message("user", (*_named(dict(enumerate(indices, start=first))), Part("text", "\n" + text)))
 
-    def _turn(self, text: str, images: list[ProcessedImage], closed: bool, shown: int) -> Observation:
-        parts = _observation(text, list(range(len(images))), shown)
+    def _turn(self, text: str, numbered: Mapping[int, ProcessedImage], closed: bool) -> Observation:
+        images = list(numbered.values())
+        parts = _observation(text, dict(zip(numbered, range(len(images)), strict=True)))
         tokens = self._tokens(images)
         if closed or self.config.close_turn:
             end = [] if closed else [self.tokenizer.im_end]
@@ -196,19 +202,20 @@ class PyVisionImage:
         return Observation([*t.encode("\n"), t.im_start, *body, *tail], images)
 
 
-def _named(indices: list[int], first: int) -> list[Part]:
+def _named(numbered: Mapping[int, int]) -> list[Part]:
+    """Pictures between their name tags; `numbered`: number in the name -> index of the picture."""
     parts = []
-    for k, index in enumerate(indices, start=first):
+    for k, index in numbered.items():
         parts += [Part("text", f"<image_clue_{k}>"), Part("image", index=index), Part("text", f"</image_clue_{k}>")]
     return parts
 
 
-def _observation(text: str, indices: list[int], shown: int) -> tuple[Part, ...]:
+def _observation(text: str, numbered: Mapping[int, int]) -> tuple[Part, ...]:
     """Text and pictures inside the interpreter's tags; the two forms differ by one line end, as released."""
     tail = Part("text", "</interpreter>\n\n</tool_response>")
-    if not indices:
+    if not numbered:
         said = f"{text}\n" if text else ""
         return (Part("text", f"<tool_response>\n<interpreter>\nText Result:\n{said}"), tail)
     said = f"{text}\n" if text else "\n"
     head = Part("text", f"<tool_response>\n<interpreter>Text Result:\n{said}Image Result:\n")
-    return (head, *_named(indices, shown), tail)
+    return (head, *_named(numbered), tail)

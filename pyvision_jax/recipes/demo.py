@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -157,6 +158,8 @@ def run(config: DemoConfig, *, say: Callable[[str], None] = print) -> dict[str, 
     begun = time.perf_counter()
 
     run_dir = RunDir(config.run_dir, "replace", COMMAND)
+    for stage in (learn, direct, reinforce):  # of an earlier demo in the same folder
+        shutil.rmtree(stage.run_dir, ignore_errors=True)
     run_dir.write_config(config)
     run_dir.write_versions()
     run_dir.write_manifest("photographs", seen=list(needle.SEEN), unseen=list(needle.UNSEEN), source="scikit-image")
