@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -240,6 +241,15 @@ def test_a_bad_configuration_stops_before_anything_is_made(
         wrong = [f"run_dir={tmp_path / where}", "packing.rows=8", "mesh.fsdp=-1"]
         result = CliRunner().invoke(app, ["sft", str(config), *wrong])
         assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.output
+    (tmp_path / "busy").mkdir()
+    number = os.open(tmp_path / "busy", os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    for option in ("--resume", "--replace"):
+        busy = [f"run_dir={tmp_path / 'busy'}", "packing.rows=8", "mesh.fsdp=-1", option]
+        result = CliRunner().invoke(app, ["sft", str(config), *busy])
+        assert result.exit_code == 2 and "another run is going on in" in result.stderr, result.output
+        assert not any((tmp_path / "busy").iterdir())
+    os.close(number)
     result = CliRunner().invoke(app, ["rl", str(tmp_path / "gone.yaml")])
     assert result.exit_code == 2 and "gone.yaml does not exist" in result.stderr
 
@@ -256,7 +266,7 @@ def test_sft_and_rl_from_the_command_line(spec: ModelSpec, tokenizer_dir: Path, 
     code, _, err = pyvision(tmp_path / "cache", "sft", str(config))
     assert code == 2 and "already holds a run" in err
     code, _, err = pyvision(tmp_path / "cache", "sft", str(config), "steps=2", "--resume")
-    assert code == 0 and (run / "checkpoints" / "2").exists(), err
+    assert code == 0 and "resume: goes on after step 1" in out and (run / "checkpoints" / "2").exists(), err
     assert [line.split(",")[1] for line in (run / "metrics.csv").read_text().splitlines()[1:]] == ["1", "2"]
 
     config, run, model = tmp_path / "rl.yaml", tmp_path / "rl", run / "model"

@@ -129,7 +129,7 @@ ASK = {"role": "user", "content": "Hi"}
         ({"messages": [ASK], "id": 3}, "id", "expected text, found a number"),
         ([1], "", "expected an object, found a list"),
         ('{"messages": ', "", r"not JSON at column \d+"),
-        ('{"messages": [], "meta": {"x": NaN}}', "", "NaN is not JSON"),
+        ('{"messages": [], "meta": {"x": NaN}}', "", "line 2: NaN is not JSON$"),
         ('{"messages": [], "meta": {"x": 1' + 5000 * "0" + "}}", "", "not JSON that can be read"),
         ({"messages": [ASK], "answer": {"tolerance": 10**400}}, "answer.tolerance", "not negative, found 1000"),
         ("[" * 100_000, "", "nested too deeply|not JSON"),

@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 def example(record):
-    number = int(record.id)
+    number = int(record.id.removeprefix("id"))
     if number == 3:
         raise OSError("picture is gone")
     return random_example(SPEC, number % 5, [random_image(number % 5)], prompt=60 if number == 4 else 3)
@@ -61,7 +61,7 @@ def run(run_dir, rows, stop_at=0, resume=False):
         params=PARAMS,
         tokenizer=TOKENIZER,
         processor=PROCESSOR,
-        source=[Record(str(k), (), (), Answer(""), "none", "test") for k in range(8)],
+        source=[Record(f"id{k}", (), (), Answer(""), "none", "test") for k in range(8)],
         example=example,
         metrics_writer=Writer(),
         evaluate=evaluate,
@@ -79,8 +79,8 @@ def test_learns_skips_and_resumes(tmp_path):
     assert logged[1][1] < logged[0][1] < 6
     assert [step for step, values in rows if "eval/step" in values] == [2, 4, 6]
     assert sorted(listed) == [
-        ("record 3", "OSError: picture is gone"),
-        ("record 4", "TooLong: example4: 76 ids do not fit row_length=64"),
+        ("id3", "OSError: picture is gone"),
+        ("id4", "TooLong: example4: 76 ids do not fit row_length=64"),
     ]
     assert [index for index, _ in whole.skipped] == [3, 4]
     assert whole.metrics["data/skipped"] == 2

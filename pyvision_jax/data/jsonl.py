@@ -162,6 +162,8 @@ class _Reader:
             self.fail("", f"not JSON at column {error.colno} ({error.msg})")
         except RecursionError:
             self.fail("", "JSON nested too deeply")
+        except RecordError:
+            raise
         except ValueError as error:  # Python refuses to read whole numbers of thousands of digits
             self.fail("", f"not JSON that can be read ({error})")
         self.mapping(value, "", ("id", "messages", "media", "answer", "protocol", "source", "meta"))

@@ -36,13 +36,17 @@ class Skipped:
     _in_a_row: int = 0
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def add(self, index: int, reason: str, limit: int) -> None:
-        """Raises `RuntimeError` when `limit` records in a row were bad: the data are wrong, not a record."""
+    def add(self, index: int, reason: str, limit: int, name: str = "") -> None:
+        """`name`: the record's id, if it has one.
+
+        Raises `RuntimeError` when `limit` records in a row were bad: the data are wrong, not a record.
+        """
         with self._lock:
             if index not in self.reasons:
-                log.warning("record %d skipped: %s", index, reason)
+                name = name or f"record {index}"
+                log.warning("%s skipped: %s", name, reason)
                 if self.on_skip is not None:
-                    self.on_skip(f"record {index}", reason)
+                    self.on_skip(name, reason)
             self.reasons[index] = reason
             self._in_a_row += 1
             if self._in_a_row >= limit:
@@ -68,7 +72,7 @@ class Loader(Generic[Item, Out]):
     finish: list of items -> what the loader yields, run per batch, in order, in the one thread that works ahead.
     threads: readers that prepare records side by side (pictures on disk); 0 prepares in the thread that works ahead.
     ahead: batches made before they are asked for.
-    on_skip: (place in the source, reason), called once a bad record, from whichever thread met it.
+    on_skip: (id, else place in the source; reason), called once a bad record, from whichever thread met it.
 
     `state()` is the position behind the batch that was yielded last, whatever has been made ahead since.
     """
@@ -92,10 +96,13 @@ class Loader(Generic[Item, Out]):
         limit = min(2 * len(source), 1_000)  # a whole epoch lies in any run of so many; fewer may straddle two
 
         def fetch(index: int) -> Item | None:
+            record = None
             try:
-                item = prepare(source[index])
+                record = source[index]
+                item = prepare(record)
             except (ValueError, KeyError, OSError) as error:
-                self.skipped.add(index, f"{type(error).__name__}: {error}", limit)
+                name = getattr(record, "id", "")
+                self.skipped.add(index, f"{type(error).__name__}: {error}", limit, name)
                 return None
             self.skipped.good()
             return item

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import os
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -65,7 +68,7 @@ def start_sft(
         return Path(config.run_dir)
     mesh = build_mesh(config.mesh, config.packing.rows)
     run_dir = _open(config, records, resume, replace)
-    done = _done(run_dir, resume)
+    done = _done(run_dir, resume, say)
     params = build_params(config.model, config.seed, mesh)
     with (
         run_dir.metrics(sft.PHASE, done + 1 if resume else None) as metrics,
@@ -108,7 +111,7 @@ def start_rl(
     with open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
         run_dir = _open(config, records, resume, replace)
         run_dir.write_sandbox(pool.report.to_dict())
-        done = _done(run_dir, resume)
+        done = _done(run_dir, resume, say)
         params = build_params(config.model, config.seed, mesh)
         collector = _collector(config, host, pool)
         stack.callback(collector.close)
@@ -146,6 +149,7 @@ def start_rl(
             evaluate=evaluate if held_out is not None else None,
             progress=lambda step, _, numbers: _advance(bar, step, numbers),
             on_skip=lambda name, reason: run_dir.skip(name, reason, config.data.train),
+            on_drop=lambda step, reasons: run_dir.drop(rl.PHASE, step, reasons),
             resume=resume,
             mesh=mesh if mesh.size > 1 else None,
         )
@@ -190,7 +194,7 @@ def start_eval(
     if not right:
         raise ConfigError(f"data: none of {len(chosen)} tasks could be run; {run_dir.path / 'skipped.jsonl'} says why")
     accuracy = mean_interval([float(np.mean(row)) for row in right] if tries > 1 else [row[0] for row in right])
-    calls = float(np.mean([len(one.calls) for one in members]))
+    calls = float(np.mean([one.tool_calls for one in members]))
     run_dir.write_summary(
         {"accuracy": {"eval": accuracy.as_dict()}, "tool_calls": {"eval": calls}, "seed": config.seed}
     )
@@ -254,6 +258,7 @@ def _open(
     if resume and replace:
         raise ConfigError("resume and replace exclude each other")
     try:
+        held = _hold(Path(config.run_dir))
         run_dir = RunDir(config.run_dir, "resume" if resume else "replace" if replace else "new")
     except FileExistsError as error:
         if Path(config.run_dir).is_dir():
@@ -261,6 +266,8 @@ def _open(
         raise ConfigError(f"run_dir: {config.run_dir} is a file") from error
     except OSError as error:
         raise ConfigError(f"run_dir: {config.run_dir} cannot be written: {error.strerror}") from error
+    if held is not None:
+        weakref.finalize(run_dir, os.close, held)
     run_dir.write_config(config)
     run_dir.write_versions()
     name = config.data.train if part == "train" else config.data.eval or config.data.train
@@ -271,13 +278,35 @@ def _open(
     return run_dir
 
 
-def _done(run_dir: RunDir, resume: bool) -> int:
+def _hold(directory: Path) -> int | None:
+    """Locks a run's folder as long as the number lives (a killed process lets go), so that no two runs mix in it.
+
+    None where the file system has no locks. Raises `ConfigError` if a run goes on there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(number)
+        raise ConfigError(f"run_dir: another run is going on in {directory}") from error
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def _done(run_dir: RunDir, resume: bool, say: Say) -> int:
     """Steps behind the checkpoint that the run goes on from."""
     directory = run_dir.path / "checkpoints"
-    if not resume or not directory.is_dir():
+    if not resume:
         return 0
-    with Checkpoints(directory) as checkpoints:
-        return checkpoints.latest() or 0
+    done = 0
+    if directory.is_dir():
+        with Checkpoints(directory) as checkpoints:
+            done = checkpoints.latest() or 0
+    say(f"resume: goes on after step {done:,}" if done else f"resume: no checkpoint in {directory}, starts at step 1")
+    return done
 
 
 def _advance(bar: Progress, step: int, numbers: Mapping[str, float]) -> None:
