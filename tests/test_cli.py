@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,14 @@ def test_sandbox_run_prints_saves_and_fails_like_the_code(tmp_path: Path) -> Non
 
     code, _, err = invoke("sandbox", "run", str(file), "--image", str(file))
     assert code == 2 and str(file) in one_line(err)
+    huge = bytearray((tmp_path / "a.png").read_bytes())
+    huge[16:24] = 2 * (30_000).to_bytes(4, "big")  # width and height in the header
+    huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
+    (tmp_path / "huge.png").write_bytes(huge)
+    (tmp_path / "latin.py").write_bytes(b"# \xff")
+    for wrong in ((str(file), "--image", str(tmp_path / "huge.png")), (str(tmp_path / "latin.py"),)):
+        code, _, err = invoke("sandbox", "run", *wrong)
+        assert code == 2 and err.count("\n") == 1 and f"error: {wrong[-1]}: " in err, err
     code, _, err = invoke("sandbox", "run", str(tmp_path / "gone.py"))
     assert code == 2 and "gone.py" in one_line(err)
 

@@ -454,6 +454,15 @@ def test_export_refuses_what_it_cannot_write(cfg, params, tokenizer_dir, tmp_pat
     with pytest.raises(WeightsError, match="is a file"):
         export_weights(params, cfg, tmp_path / "file", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    export_weights(params, cfg, tmp_path / "kept")
+    (tmp_path / "kept" / "checkpoints").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    for name, words in [("kept", "holds the folder 'checkpoints'"), ("notes", r"holds no config\.json")]:
+        before = sorted((tmp_path / name).iterdir())
+        with pytest.raises(WeightsError, match=words):
+            export_weights(params, cfg, tmp_path / name, overwrite=True)
+        assert sorted((tmp_path / name).iterdir()) == before
 
 
 def test_commands_round_trip(exported, params, tmp_path) -> None:

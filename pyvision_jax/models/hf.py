@@ -249,6 +249,11 @@ def _pending(params: Any, cfg: ModelSpec, dtype: DTypeLike | None, layout: Layou
 def _check_free(directory: Path, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise WeightsError(f"{directory}: is a file")
+    if directory.is_dir() and any(directory.iterdir()) and overwrite:
+        foreign = [path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        if foreign or not (directory / "config.json").is_file():
+            what = f"holds the folder {sorted(foreign)[0]!r}" if foreign else "holds no config.json"
+            raise WeightsError(f"{directory}: {what}: it is no exported model, and nothing there is replaced")
     if directory.exists() and any(directory.iterdir()) and not overwrite:
         raise WeightsError(f"{directory}: is not empty")
 

@@ -58,11 +58,17 @@ def run_file(
     Prints the observation; returned pictures go to `out` as PNG, or only their sizes are printed. True if it ran
     without error. Raises OSError for a file that cannot be read, SandboxError if the sandbox fails.
     """
-    code = path.read_text(encoding="utf-8")
+    try:
+        code = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OSError(f"{path}: {error}") from error
     inputs = {}
     for i, name in enumerate(images):
-        with Image.open(name) as image:
-            inputs[f"image_clue_{i}"] = image.convert("RGB")
+        try:
+            with Image.open(name) as image:
+                inputs[f"image_clue_{i}"] = image.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise OSError(f"{name}: {error}") from error
     with SandboxPool(Policy(profile=profile, cell_timeout=timeout)) as pool, pool.session(images=inputs) as session:
         result = session.run(code)
     print(f"[{result.status}, {result.usage.wall_s:.3f} s, {pool.report.summary}]")
