@@ -51,7 +51,15 @@ def test_the_summary_holds_what_it_must(run):
 
 def test_the_run_folder_tells_all(run):
     root, _, said = run
-    for name in ("config.yaml", "versions.json", "sandbox.json", "metrics.csv", "report.html", "model/config.json"):
+    for name in (
+        "config.yaml",
+        "versions.json",
+        "sandbox.json",
+        "metrics.csv",
+        "drops.jsonl",
+        "report.html",
+        "model/config.json",
+    ):
         assert (root / name).is_file(), name
     assert any((root / "tensorboard").rglob("events*")) and any((root / "rl" / "checkpoints").iterdir())
     phases = {path.name for path in (root / "trajectories").iterdir()}

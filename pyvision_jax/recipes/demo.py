@@ -30,7 +30,7 @@ from pyvision_jax.evaluation.metrics import Interval, mean_interval, paired_diff
 from pyvision_jax.models.hf import export_weights
 from pyvision_jax.recipes import results, rl, sft
 from pyvision_jax.recipes.collect import Collector, open_pool
-from pyvision_jax.recipes.metrics import Progress
+from pyvision_jax.recipes.metrics import MetricsWriter, Progress
 from pyvision_jax.recipes.run_dir import RunDir, git_commit
 from pyvision_jax.recipes.trajectories import TrajectoryWriter
 from pyvision_jax.rewards.pyvision import score
@@ -130,8 +130,9 @@ def stages(config: DemoConfig) -> tuple[SFTConfig, SFTConfig, RLConfig]:
         config.sft, run_dir=str(root / "sft"), seed=config.seed, model=model, protocol=config.rl.protocol,
         image=config.rl.image, data=data(config.sft, "sft", traces),
     )  # fmt: skip
-    direct = dataclasses.replace(
-        learn, run_dir=str(root / "direct"), data=data(config.sft, "direct", traces, script="direct")
+    half = dataclasses.replace(learn.packing, rows=learn.packing.rows // 2, images=learn.packing.images // 2)
+    direct = dataclasses.replace(  # its traces are half as long and show one picture
+        learn, run_dir=str(root / "direct"), packing=half, data=data(config.sft, "direct", traces, script="direct")
     )
     drawn = round(config.rl.algorithm.prompts * config.rl.algorithm.oversample)
     reinforce = dataclasses.replace(
@@ -199,16 +200,17 @@ def run(config: DemoConfig, *, say: Callable[[str], None] = print) -> dict[str, 
             means = scores[name].sampled.mean(), scores[name].greedy.mean()
             say(f"{ROWS[name]}: {means[0]:.3f} at temperature 1, {means[1]:.3f} greedy")
 
-        def tune(stage: SFTConfig, title: str, where: RunDir) -> Any:
+        def tune(stage: SFTConfig, title: str) -> Any:
             source = needle.NeedleTraces(**stage.data.options)
-            with timed(title), where.metrics(sft.PHASE) as metrics, Progress(title, stage.steps) as bar:
+            with timed(title), run_dir.metrics(title) as writes, Progress(title, stage.steps) as bar:
+                metrics = _Named(writes, title)
                 return sft.run(
                     stage, **parts, params=params, source=source, example=protocol.example, metrics_writer=metrics,
                     progress=_shown(bar, loss="actor/loss"),
                 ).params  # fmt: skip
 
         measure("untrained", params)
-        tuned = tune(learn, "sft", run_dir)
+        tuned = tune(learn, "sft")
         measure("sft", tuned)
         with timed("rl"), run_dir.metrics(rl.PHASE) as metrics, Progress("rl", reinforce.steps) as bar:
             trained = rl.run(
@@ -216,12 +218,12 @@ def run(config: DemoConfig, *, say: Callable[[str], None] = print) -> dict[str, 
                 collect=collector, images=collector.images, metrics_writer=metrics, trajectory_writer=writer,
                 reward=lambda trajectory, record: score(trajectory, record, config.rl.reward),
                 progress=_shown(bar, accuracy="critic/score/mean", calls="tool_call_counts/mean"),
-                on_skip=run_dir.skip,
+                on_skip=run_dir.skip, on_drop=lambda step, reasons: run_dir.drop(rl.PHASE, step, reasons),
             ).params  # fmt: skip
         measure("rl", trained)
         measure("tool_off", trained, protocol_config=dataclasses.replace(config.rl.protocol, force_answer=True))
         measure("wrong_image", trained, prompts=evaluate.wrong_prompts())
-        measure("direct", tune(direct, "direct", RunDir(direct.run_dir, "open", COMMAND)))
+        measure("direct", tune(direct, "direct"))
 
     with timed("export"):
         export_weights(
@@ -244,6 +246,17 @@ def _initial(config: DemoConfig, spec: Any, tokens: Any, processor: Any) -> Any:
             spec, params, tokens, processor, steps=config.warmup_steps, seed=config.seed,
             report=lambda step, numbers: bar.step(step - bar.done, **numbers),
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """Metrics under the stage's own name: the direct control is SFT, too."""
+
+    writer: MetricsWriter
+    phase: str
+
+    def write(self, step: int, values: Mapping[str, Any], phase: str | None = None) -> None:
+        self.writer.write(step, values, self.phase)
 
 
 def _shown(bar: Progress, **names: str) -> Callable[[int, int, Mapping[str, float]], None]:

@@ -70,6 +70,7 @@ def run(
     evaluate: Callable[[Any, int], Mapping[str, float]] | None = None,
     progress: Progress | None = None,
     on_skip: Callable[[str, str], object] | None = None,
+    on_drop: Callable[[int, Mapping[str, int]], object] | None = None,
     resume: bool = False,
     mesh: Mesh | None = None,
 ) -> Trained:
@@ -82,6 +83,7 @@ def run(
     images: where `collect` has put the pictures that its trajectories name; emptied after every step.
     evaluate: (params, step) -> metrics, called whenever a checkpoint is made; it must not keep the parameters.
     on_skip: (record, reason), called once for every record that cannot be used.
+    on_drop: (step, rollouts left out by reason), called after the selection of every step.
 
     Checkpoints lie in `cfg.run_dir`/checkpoints, always between two steps: rollouts of a step that was cut short are
     made again from the same seeds. With `resume` the rest of the run is bit for bit what it would have been.
@@ -138,6 +140,8 @@ def run(
                 image_token=model_spec.image_token,
                 merge_size=model_spec.vision.merge_size,
             )
+            if on_drop is not None:
+                on_drop(step, report.dropped)
             clock.mark("adv")
 
             updates: list[Mapping[str, Any]] = []
