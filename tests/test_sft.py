@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -32,7 +34,8 @@ def example(record):
     number = int(record.id.removeprefix("id"))
     if number == 3:
         raise OSError("picture is gone")
-    return random_example(SPEC, number % 5, [random_image(number % 5)], prompt=60 if number == 4 else 3)
+    made = random_example(SPEC, number % 5, [random_image(number % 5)], prompt=60 if number == 4 else 3)
+    return dataclasses.replace(made, loss_weights=0 * made.loss_weights) if number == 7 else made
 
 
 def run(run_dir, rows, stop_at=0, resume=False):
@@ -81,9 +84,10 @@ def test_learns_skips_and_resumes(tmp_path):
     assert sorted(listed) == [
         ("id3", "OSError: picture is gone"),
         ("id4", "TooLong: example4: 76 ids do not fit row_length=64"),
+        ("id7", "ValueError: id7: nothing to learn: a task, or all its assistant text has weight 0"),
     ]
-    assert [index for index, _ in whole.skipped] == [3, 4]
-    assert whole.metrics["data/skipped"] == 2
+    assert [index for index, _ in whole.skipped] == [3, 4, 7]
+    assert whole.metrics["data/skipped"] == 3
     jax.tree.map(np.asarray, PARAMS)  # the caller's parameters are still there
 
     with pytest.raises(Stopped):

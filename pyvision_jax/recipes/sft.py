@@ -95,6 +95,8 @@ def run(
 
     def prepare(record: Record) -> Example:
         made = example(record)
+        if not np.any(made.loss_weights):
+            raise ValueError(f"{record.id}: nothing to learn: a task, or all its assistant text has weight 0")
         packer.check(made)
         return made
 
