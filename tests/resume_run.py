@@ -167,9 +167,8 @@ def run(run_dir: Path, resume: bool, kill: str = "") -> None:
         die(kill, f"reward:{1 + scored[0] // (3 * GROUP)}", run_dir / "checkpoints" / "2")
         return {"total": float((trajectory.ids[trajectory.policy_mask] % 2).mean())}
 
-    def saved(params, step):
+    def saved(step, steps, numbers):  # the save of this step has begun
         die(kill, f"saved:{step}")
-        return {}
 
     rl.run(
         cfg,
@@ -182,7 +181,7 @@ def run(run_dir: Path, resume: bool, kill: str = "") -> None:
         reward=reward,
         images=store,
         metrics_writer=rows,
-        evaluate=saved,
+        progress=saved,
         resume=resume,
     )
     template = Optimizer(cfg.optimizer, STEPS * 2).init(PARAMS)

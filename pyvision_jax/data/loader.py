@@ -13,6 +13,11 @@ import grain.experimental
 
 from pyvision_jax.data.records import Record
 
+
+class UnusableData(RuntimeError):
+    """Not a record is at fault but the data: nothing of them could be used for a while."""
+
+
 Item = TypeVar("Item")
 Out = TypeVar("Out")
 
@@ -39,7 +44,7 @@ class Skipped:
     def add(self, index: int, reason: str, limit: int, name: str = "") -> None:
         """`name`: the record's id, if it has one.
 
-        Raises `RuntimeError` when `limit` records in a row were bad: the data are wrong, not a record.
+        Raises `UnusableData` when `limit` records in a row were bad: the data are wrong, not a record.
         """
         with self._lock:
             if index not in self.reasons:
@@ -50,7 +55,7 @@ class Skipped:
             self.reasons[index] = reason
             self._in_a_row += 1
             if self._in_a_row >= limit:
-                raise RuntimeError(f"{self._in_a_row} records in a row could not be used; the last one: {reason}")
+                raise UnusableData(f"{self._in_a_row} records in a row could not be used; the last one: {reason}")
 
     def good(self) -> None:
         with self._lock:
@@ -101,7 +106,7 @@ class Loader(Generic[Item, Out]):
                 record = source[index]
                 item = prepare(record)
             except (ValueError, KeyError, OSError) as error:
-                name = getattr(record, "id", "")
+                name = "" if record is None else record.id
                 self.skipped.add(index, f"{type(error).__name__}: {error}", limit, name)
                 return None
             self.skipped.good()

@@ -270,9 +270,7 @@ def _generate(make: tuple[str, dict[str, Any]], generators: Generators, where: s
         raise MediaError(where, f"no generator of that name ({len(generators)} known{hint})")
     try:
         return generators[name](**arguments)
-    except (
-        Exception
-    ) as error:  # the arguments come from a file, and a generator says what is wrong with them its own way
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # the arguments come from a file
         raise MediaError(where, f"{name} cannot draw {arguments!r:.80}: {type(error).__name__}: {error}") from error
 
 

@@ -22,7 +22,7 @@ from pyvision_jax.checkpoint import Checkpoints
 from pyvision_jax.config import RLConfig
 from pyvision_jax.config_check import groups_drawn
 from pyvision_jax.data.image_processing import ImageProcessor
-from pyvision_jax.data.loader import Loader, Source
+from pyvision_jax.data.loader import Loader, Source, UnusableData
 from pyvision_jax.data.media import ImageStore
 from pyvision_jax.data.packing import Example, Packed, Packer, split, trajectory_example
 from pyvision_jax.data.records import Record
@@ -40,6 +40,7 @@ from pyvision_jax.training.step import Objective, Scorer, TrainStep, put
 log = logging.getLogger(__name__)
 
 PHASE = "rl"
+IDLE_STEPS = 3  # without a single rollout, after which the data are at fault and not a record
 
 
 class Collect(Protocol):
@@ -115,6 +116,7 @@ def run(
             done, state, host = checkpoints.restore(state)
             packer.restore(host["sizes"])
             loader.restore(host["data"])
+        idle = 0
         for step in range(done + 1, cfg.steps + 1):
             checkpoints.check()
             clock = _Clock()
@@ -127,6 +129,10 @@ def run(
             clock.mark("gen")
 
             groups = [group for group in collected.groups if group]
+            idle = 0 if groups else idle + 1
+            if idle == IDLE_STEPS:
+                reason = collected.skipped[-1][1]
+                raise UnusableData(f"no record of {idle} steps could be rolled out; the last one: {reason}")
             by_id = {record.id: record for record in records}
             for trajectory in (trajectory for group in groups for trajectory in group):
                 _score(trajectory, by_id[trajectory.record_id], reward)
@@ -186,15 +192,14 @@ def run(
                     dropped=report.reasons,
                     references={record.id: record.answer for record in records},
                 )
-            last = step == cfg.steps
-            if step % cfg.checkpoint.every == 0 or last:
-                checkpoints.save(step, state, {"sizes": packer.state(), "data": loader.state()})
-            clock.mark("save_checkpoint")
-            if evaluate is not None and (step % cfg.checkpoint.every == 0 or last):
+            due = step % cfg.checkpoint.every == 0 or step == cfg.steps
+            if evaluate is not None and due:
                 numbers |= evaluate(state.params, step)
                 clock.mark("testing")
             numbers |= clock.metrics() | _throughput(groups, clock.total)
             metrics_writer.write(step, numbers, PHASE)
+            if due:  # last, so that no step behind a checkpoint lacks its row
+                checkpoints.save(step, state, {"sizes": packer.state(), "data": loader.state()})
             if progress is not None:
                 progress(step, cfg.steps, numbers)
             images.keep(set())  # everything of this step is on disk or in the past (U56)

@@ -12,7 +12,7 @@ import fcntl
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +21,12 @@ import numpy as np
 
 from pyvision_jax import report
 from pyvision_jax.agents.loop import Collected
-from pyvision_jax.checkpoint import Checkpoints
+from pyvision_jax.checkpoint import CheckpointError, Checkpoints
 from pyvision_jax.config import RLConfig, SFTConfig
 from pyvision_jax.config_check import arithmetic
 from pyvision_jax.config_load import ConfigError
 from pyvision_jax.data.chat import CHAT_TEMPLATE
+from pyvision_jax.data.loader import UnusableData
 from pyvision_jax.data.records import Record
 from pyvision_jax.evaluation.metrics import mean_interval
 from pyvision_jax.models.hf import export_weights
@@ -71,6 +72,7 @@ def start_sft(
     done = _done(run_dir, resume, say)
     params = build_params(config.model, config.seed, mesh)
     with (
+        _one_line(),
         run_dir.metrics(sft.PHASE, done + 1 if resume else None) as metrics,
         Progress(sft.PHASE, config.steps, done) as bar,
     ):
@@ -108,7 +110,7 @@ def start_rl(
     if dry:
         return Path(config.run_dir)
     mesh = build_mesh(config.mesh, config.packing.rows)
-    with open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
+    with _one_line(), open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
         run_dir = _open(config, records, resume, replace)
         run_dir.write_sandbox(pool.report.to_dict())
         done = _done(run_dir, resume, say)
@@ -240,6 +242,15 @@ def _accuracies(config: RLConfig, tasks: Sequence[Record], collected: Collected)
         for one in group:
             one.rewards = pyvision.score(one, by_id[one.record_id], config.reward)
     return [[one.rewards["accuracy"] for one in group] for group in collected.groups if group]
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Data of which nothing can be used, and checkpoints that do not fit, are the user's to mend."""
+    try:
+        yield
+    except (UnusableData, CheckpointError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _facts(config: SFTConfig | RLConfig, records: Records) -> list[str]:
