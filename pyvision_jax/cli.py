@@ -269,6 +269,22 @@ def data_check(
     raise typer.Exit(0 if good else 1)
 
 
+@data.command("build")
+def data_build(
+    file: Annotated[Path, typer.Argument(help="JSONL file of records (docs/data.md)")],
+    out: Annotated[Path, typer.Argument(help="folder to write; data.train takes it")],
+    media_root: Annotated[Path | None, typer.Option(help="where relative picture paths start [folder of FILE]")] = None,
+) -> None:
+    """Store records with their pictures as ArrayRecord files, for sets too large for one file of lines."""
+    from rich.console import Console
+
+    with stops_on(OSError, ValueError):
+        from pyvision_jax.cli_data import build_store
+
+        good = build_store(file, out, media_root, Console())
+    raise typer.Exit(0 if good else 1)
+
+
 @data.command("show")
 def data_show(
     file: Annotated[Path, typer.Argument(help="JSONL file of records (docs/data.md)")],

@@ -14,13 +14,15 @@ from pyvision_jax.data.chat import mask_view
 from pyvision_jax.data.jsonl import ReadReport, read_records
 from pyvision_jax.data.media import MediaError, open_image
 from pyvision_jax.data.records import Record
+from pyvision_jax.data.sources.stored import store
+from pyvision_jax.data.video import probe_video
 from pyvision_jax.recipes.build import GENERATORS, build_protocol, read_model
 
 SHOWN_ERRORS = 20
 
 
 def check_file(path: Path, media_root: Path | None, pictures: bool, console: Console) -> bool:
-    """Reads every line and, with `pictures`, opens every picture; prints counts and what is bad. True if nothing is.
+    """Reads every line and, with `pictures`, opens all media; prints counts and what is bad. True if nothing is.
 
     Raises `OSError` for a file that cannot be read.
     """
@@ -31,10 +33,11 @@ def check_file(path: Path, media_root: Path | None, pictures: bool, console: Con
     if pictures:
         for record in track(records, "pictures", console=Console(stderr=True), transient=True):
             for index, media in enumerate(record.media):
-                if media.kind != "image":
-                    continue
                 try:
-                    sizes.append(open_image(media, ImageConfig(), generators=GENERATORS).size)
+                    if media.kind == "video":
+                        probe_video(media)
+                    else:
+                        sizes.append(open_image(media, ImageConfig(), generators=GENERATORS).size)
                 except MediaError as error:
                     bad.append(f"{path}, record {record.id}, media[{index}]: {error}")
     console.print(_counts(path, records, sizes), highlight=False, soft_wrap=True)
@@ -43,6 +46,20 @@ def check_file(path: Path, media_root: Path | None, pictures: bool, console: Con
     if len(bad) > SHOWN_ERRORS:
         console.print(f"... and {len(bad) - SHOWN_ERRORS} more", highlight=False)
     return not bad
+
+
+def build_store(path: Path, out: Path, media_root: Path | None, console: Console) -> bool:
+    """Stores the usable records of a JSONL file with their media; lists the rest. True if there was none.
+
+    Raises `OSError` (also where `out` holds records already) and `MediaError`.
+    """
+    report = ReadReport()
+    records = read_records(path, media_root, report)
+    count = store(records, out)
+    console.print(f"{out}: {count:,} records, media included", highlight=False, soft_wrap=True)
+    for error in report.bad[:SHOWN_ERRORS]:
+        console.print(f"left out: {error}", highlight=False, markup=False, soft_wrap=True)
+    return not report.bad
 
 
 def _counts(path: Path, records: list[Record], sizes: list[tuple[int, int]]) -> str:

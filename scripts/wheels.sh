@@ -12,9 +12,12 @@ cd "$(dirname "$0")/.."
 out="${1:-wheels}"
 [ $# -eq 0 ] || shift
 limit="${LIMIT_MB:-60}"
-# grain needs array-record and portpicker; Pillow is pinned by this project and its resizing must be that version's.
+# grain needs array-record and portpicker, tensorflow-datasets the two lines behind it; Pillow is pinned by this project
+# and its resizing must be that version's.
 names=("$@")
-[ $# -gt 0 ] || names=(pillow==13.0.0 grain array-record portpicker omegaconf tensorboardX)
+[ $# -gt 0 ] || names=(pillow==13.0.0 grain array-record portpicker omegaconf tensorboardX decord tensorflow-datasets
+  dm-tree immutabledict promise simple-parsing docstring-parser tensorflow-metadata googleapis-common-protos termcolor
+  toml importlib-resources)
 
 platforms=()
 for tag in manylinux_2_39 manylinux_2_35 manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux_2_27 manylinux_2_24 \
@@ -31,9 +34,17 @@ for name in "${names[@]}"; do
     tested="$(grep -i -E "^${name//[-_]/[-_.]}==" <<<"$versions" | head -n 1 || true)"
     name="${tested:-$name}" ;;
   esac
-  "$PY" -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: \
-    --python-version "${PYTHON_VERSION:-3.12}" --implementation cp "${platforms[@]}" -d "$out" "$name"
+  if ! "$PY" -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: \
+    --python-version "${PYTHON_VERSION:-3.12}" --implementation cp "${platforms[@]}" -d "$out" "$name" 2>"$out/.errors"; then
+    # Some packages are published as source alone; pure Python gives a wheel that fits every host.
+    "$PY" -m pip wheel -qq --disable-pip-version-check --no-deps -w "$out" "$name"
+    if ! compgen -G "$out/$(sed 's/[=<>].*//; s/-/_/g' <<<"$name")-*-none-any.whl" >/dev/null; then
+      cat "$out/.errors" >&2
+      exit 1
+    fi
+  fi
 done
+rm -f "$out/.errors"
 
 twice="$(cd "$out" && ls -- *.whl | sed 's/-.*//' | tr 'A-Z' 'a-z' | sort | uniq -d)"
 if [ -n "$twice" ]; then

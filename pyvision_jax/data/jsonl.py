@@ -98,6 +98,11 @@ def write_records(path: str | Path, records: Iterable[Record], media_root: str |
     return count
 
 
+def parse_line(line: bytes, file: str | Path, row: int) -> Record:
+    """One record from the JSON of its line; relative media paths stay as they are. Raises `RecordError`."""
+    return _Reader(Path(file), Path()).record(line, row)
+
+
 def to_dict(record: Record, media_root: str | Path | None = None) -> dict[str, Any]:
     """A record as the JSON object of its line; fields at their defaults are left out."""
     out: dict[str, Any] = {

@@ -32,6 +32,7 @@ from pyvision_jax.data.jsonl import ReadReport, RecordError, read_records
 from pyvision_jax.data.loader import Source
 from pyvision_jax.data.media import Generators
 from pyvision_jax.data.records import Record
+from pyvision_jax.data.sources.stored import StoredRecords, is_stored
 from pyvision_jax.data.tokenizer import Tokenizer
 from pyvision_jax.models.config import ModelSpec
 from pyvision_jax.models.hf import import_weights
@@ -160,6 +161,8 @@ def _records(data: DataConfig, name: str, world: Callable[[dict[str, Any]], Sour
         return Records(source, [])
     report = ReadReport()
     try:
+        if is_stored(name):
+            return Records(StoredRecords(name), [])
         records = read_records(name, report=report)
     except OSError as error:
         raise ConfigError(f"data: {error}") from error
