@@ -118,6 +118,9 @@ def test_equal_to_transformers_on_random_prompts() -> None:
     model = make.reference_model()
     for k in range(200):
         ids, images, videos, seconds = make.random_prompt(rng, pictures=int(rng.integers(0, 6)), videos=int(k % 4 == 0))
+        # Eighths are exact in every float: versions of transformers differ in the last bit of a product, and a bit
+        # decides at a whole second. Other values are compared in test_golden, with the version that made the file.
+        seconds = [max(1, round(8 * value)) / 8 for value in seconds]
         positions, following = mrope_positions(ids, images, videos, CFG, second_per_grid=seconds)
         for padding in (0, 1, 37) if k < 20 else (0,):
             reference = make.reference_positions(model, ids, images, videos, seconds, left_padding=padding)

@@ -18,7 +18,7 @@ KILLS = {"rollouts": "collect:3", "reward": "reward:4", "saving": "saved:2"}
 
 def start(programs: Path, *arguments: str) -> subprocess.Popen[str]:
     env = os.environ | {"PROGRAMS": str(programs), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "sandbox")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "sandbox"), *filter(None, sys.path)])
     command = [sys.executable, "-m", "tests.resume_run", *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
