@@ -33,7 +33,7 @@ TIGHT, COARSE = 96, 224  # sides of the teacher's crops
 
 # Shares of what a teacher of mixed quality does; the second row in every fourth trace. It leaves RL room to improve.
 SCRIPTS = ("tight", "coarse_tight", "coarse", "sloppy", "direct")
-MIXTURES = ((0.44, 0.0, 0.20, 0.16, 0.20), (0.18, 0.66, 0.04, 0.06, 0.06))
+MIXTURES = ((0.58, 0.0, 0.12, 0.08, 0.22), (0.24, 0.64, 0.02, 0.04, 0.06))
 
 NUMBER_WEIGHT = 3.0  # of coordinates and answers in the loss of a trace
 

@@ -41,7 +41,7 @@ from pyvision_jax.worlds import needle, tiny
 ASSET = tiny.ASSETS / "needle_warmup.safetensors"
 STEPS = 1_800  # of the asset
 DEPTHS = (1, 2)  # decoder blocks after which picture tokens are asked; the later ones look up what those have found
-FILLER = 28  # random text tokens behind the picture that are asked, too: as far as the first call reaches in a trace
+FILLER = 12  # random text tokens behind the picture that are asked, too
 CELLS = 12  # of the canvas along one side
 # Head outputs: class (none, plate too small to read, digit 0..9), column, row, colour; 0 always means "nothing here".
 HEADS = {"digit": 12, "column": CELLS + 1, "row": CELLS + 1, "colour": len(needle.COLOURS) + 1}
