@@ -15,6 +15,7 @@ State = TypeVar("State")
 
 log = logging.getLogger(__name__)
 
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of saves that have not ended
 _ITEMS = ("state", "host")
 
 
@@ -36,7 +37,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._set_incomplete_aside()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
@@ -129,6 +130,9 @@ class Checkpoints:
 
     def _set_incomplete_aside(self) -> None:
         for directory in sorted(self.directory.iterdir()):
+            if _UNFINISHED in directory.name:  # Orbax would remove them in the background: too late for a reader
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
             missing = [item for item in _ITEMS if not (directory / item).is_dir()]
             if directory.name.isdecimal() and missing:
                 aside = directory.with_name(f"{directory.name}.incomplete")
