@@ -238,9 +238,9 @@ def run(config: DemoConfig, *, say: Callable[[str], None] = print) -> dict[str, 
 
 
 def _initial(config: DemoConfig, spec: Any, tokens: Any, processor: Any) -> Any:
+    if not config.from_scratch:  # the language head is not in the file: it is the one that the file's own seed draws
+        return warmup.load(warmup.fresh(spec, jax.random.key(warmup.SEED)))
     params = warmup.fresh(spec, jax.random.key(config.seed))
-    if not config.from_scratch:
-        return warmup.load(params)
     with Progress("warm-up", config.warmup_steps) as bar:
         return warmup.run(
             spec, params, tokens, processor, steps=config.warmup_steps, seed=config.seed,
