@@ -21,9 +21,11 @@ from pyvision_jax.data.media import ImageStore
 from pyvision_jax.data.records import Record
 from pyvision_jax.data.tokenizer import Tokenizer
 from pyvision_jax.rollout.engine import Engine
-from pyvision_jax.rollout.requests import Handle, Request, Segment, Stop
+from pyvision_jax.rollout.requests import Handle, Request, Segment, Stop, mixed_seed
 from pyvision_jax.rollout.trajectory import EndReason, Span, ToolCall, Trajectory
 from pyvision_sandbox import Result, SandboxError, SandboxPool, Session
+
+log = logging.getLogger(__name__)
 
 _TIMEOUTS = ("soft_timeout", "hard_timeout")
 
@@ -53,9 +55,6 @@ class _Live:
     turns: int = 0
     session: Session | None = None
     answer: str | None = None
-
-
-log = logging.getLogger(__name__)
 
 
 class AgentLoop:
@@ -113,7 +112,7 @@ class AgentLoop:
                         prompt.images,
                         group=record.id,
                         n=group_size,
-                        seeds=[_seed(seed, index, sibling) for sibling in range(group_size)],
+                        seeds=[mixed_seed(seed, index, sibling) for sibling in range(group_size)],
                         sampling=sampling,
                     )
                 )
@@ -271,8 +270,3 @@ class AgentLoop:
             group=one.record.id,
             seed=one.seed,
         )
-
-
-def _seed(seed: int, index: int, sibling: int) -> int:
-    low, high = np.random.SeedSequence((seed, index, sibling)).generate_state(2)
-    return int(high) << 32 | int(low)

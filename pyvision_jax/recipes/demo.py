@@ -23,7 +23,7 @@ from pyvision_jax.agents.loop import Collected
 from pyvision_jax.agents.protocol import Prompt
 from pyvision_jax.agents.pyvision import PyVisionImage
 from pyvision_jax.config import DemoConfig, ModelConfig, ProtocolConfig, RLConfig, SFTConfig
-from pyvision_jax.config_check import arithmetic, check
+from pyvision_jax.config_check import arithmetic, check, groups_drawn
 from pyvision_jax.data.chat import CHAT_TEMPLATE
 from pyvision_jax.data.records import Record
 from pyvision_jax.evaluation.metrics import Interval, mean_interval, paired_difference
@@ -134,7 +134,7 @@ def stages(config: DemoConfig) -> tuple[SFTConfig, SFTConfig, RLConfig]:
     direct = dataclasses.replace(  # its traces are half as long and show one picture
         learn, run_dir=str(root / "direct"), packing=half, data=data(config.sft, "direct", traces, script="direct")
     )
-    drawn = round(config.rl.algorithm.prompts * config.rl.algorithm.oversample)
+    drawn = groups_drawn(config.rl.algorithm)
     reinforce = dataclasses.replace(
         config.rl, run_dir=str(root / "rl"), seed=config.seed, model=model,
         data=data(config.rl, "rl", config.rl.steps * drawn),

@@ -25,7 +25,7 @@ from pyvision_jax.models.positions import mrope_positions
 from pyvision_jax.rollout.cache import Slots, bucket_of
 from pyvision_jax.rollout.fill import Filler, Item
 from pyvision_jax.rollout.repetition import Repetition
-from pyvision_jax.rollout.requests import Handle, Prefix, Request, Row, Segment, Stop, View
+from pyvision_jax.rollout.requests import Handle, Prefix, Request, Row, Segment, Stop, View, mixed_seed
 from pyvision_jax.rollout.step import Control, Tables, decode, unpack
 from pyvision_jax.rollout.tags import Tag, TagAutomaton
 
@@ -138,7 +138,7 @@ class Engine:
         at = len(parent.ids) if at is None else at
         state = self._state_at(parent, at)
         if seed is None:
-            seed = _mixed(handle.seed, at, parent.forks)
+            seed = mixed_seed(handle.seed, at, parent.forks)
         parent.forks += 1
         positions = parent.position_range(0, at)
         child = Row(
@@ -220,7 +220,7 @@ class Engine:
     # -- books ------------------------------------------------------------------------------------------------------
 
     def _seeds(self, seed: int, n: int) -> list[int]:
-        return [_mixed(self.rollout.seed, seed, index) for index in range(n)]
+        return [mixed_seed(self.rollout.seed, seed, index) for index in range(n)]
 
     def _waiting(self, handle: Handle) -> Row:
         row = self._rows[handle]
@@ -362,12 +362,6 @@ class Engine:
         self._done.append(Segment(row.handle, row.turn_start, *pieces, stop=stop, event=event, trim=trim))
         row.policy.append((row.turn_start, pieces[4]))
         row.turn, row.running = [], False
-
-
-def _mixed(*numbers: int) -> int:
-    """A 64-bit seed from several numbers of any size."""
-    low, high = np.random.SeedSequence(numbers).generate_state(2)
-    return int(high) << 32 | int(low)
 
 
 def _words(seed: int) -> tuple[int, int]:

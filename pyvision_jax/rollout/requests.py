@@ -137,3 +137,9 @@ class Row:
         if len(self.positions) != 1:
             self.positions[:] = [np.concatenate(self.positions, axis=1)]
         return self.positions[0][:, start:end]
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A 64-bit seed from several numbers of any size."""
+    low, high = np.random.SeedSequence(numbers).generate_state(2)
+    return int(high) << 32 | int(low)
