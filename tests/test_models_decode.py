@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import decode_program
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_rows import rows, to_batch
 from tiny import random_params, tiny_spec
 
 from pyvision_jax.models import qwen2_5_vl as model
+from pyvision_jax.rollout import step
 
 CFG = tiny_spec(vocab_size=64, window_size=56, layers=2, depth=2)
 PARAMS = random_params(CFG, scale=0.3)
@@ -139,28 +140,10 @@ def test_padding_slots_of_the_tower_change_nothing(batch):
         np.testing.assert_allclose(tight[a], loose[b], atol=1e-5 * np.abs(tight[a]).max())
 
 
-@partial(jax.jit, donate_argnums=(1,))
-def decode_chunk(params, cache, ids, positions, lengths):
-    """Four greedy steps, as a sampler runs them."""
-
-    def step(_, carry):
-        cache, ids, positions, lengths = carry
-        x = model.embed(params.text, ids[:, None])
-        hidden, cache = model.forward_cached(params.text, x, positions, cache, lengths, jnp.ones_like(lengths), CFG)
-        ids = jnp.argmax(model.logits(params.text, hidden[:, 0]), axis=-1).astype(jnp.int32)
-        return cache, ids, positions + 1, lengths + 1
-
-    return jax.lax.fori_loop(0, 4, step, (cache, ids, positions, lengths))
-
-
-def decode_args(slots: int, length: int):
-    zeros = jnp.zeros(slots, jnp.int32)
-    return PARAMS, model.init_cache(CFG, slots, length), zeros, jnp.zeros((3, slots, 1), jnp.int32), zeros
-
-
 def test_decode_program_copies_no_cache():
     slots, length = 6, 512
-    program = decode_chunk.lower(*decode_args(slots, length)).compile()
+    cache, control, tables = decode_program.arguments(CFG, slots, length)
+    program = step.decode.lower(PARAMS, cache, control, tables, cfg=CFG, **decode_program.STATIC).compile()
     shape = (slots, CFG.text.num_kv_heads, length, CFG.text.head_dim)
     size = int(np.prod(shape))
     for line in program.as_text().splitlines():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
+import decode_program
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from pyvision_jax.models import qwen2_5_vl as model
 from pyvision_jax.models.spec import abstract_params, shardings
 from pyvision_jax.ops import token_logprobs
 from pyvision_jax.parallel import DEFAULT_RULES, Rules, abstract_mesh, make_mesh, mesh_shape, shard
+from pyvision_jax.rollout import step
 from pyvision_jax.training.step import put
 
 CFG = tiny_spec(vocab_size=64, layers=1, window_size=56)
@@ -87,31 +90,25 @@ def test_training_and_decoding_lower_for_accelerators(shape):
     batch = jax.tree.map(split, whole)
     batch = batch.replace(positions=split(np.zeros((3, 4 * ROWS, LENGTH), np.int32), axis=1))
 
-    def decode(params, cache, ids, positions, lengths):
-        def step(_, carry):
-            cache, ids, positions, lengths = carry
-            x = model.embed(params.text, ids[:, None])
-            hidden, cache = model.forward_cached(params.text, x, positions, cache, lengths, jnp.ones_like(lengths), CFG)
-            ids = jnp.argmax(model.logits(params.text, hidden[:, 0]), axis=-1).astype(jnp.int32)
-            return cache, ids, positions + 1, lengths + 1
+    def slots(name: str, x):
+        """Rows of the cache and of the control split over the batch axes, tables of the automaton are whole."""
+        return jax.tree.map(split if name != "tables" else lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
 
-        return jax.lax.fori_loop(0, 4, step, (cache, ids, positions, lengths))
-
-    slots = 4 * ROWS
-    cache = jax.tree.map(split, jax.eval_shape(lambda: model.init_cache(CFG, slots, 64, jnp.bfloat16)))
-    ids = split(np.zeros(slots, np.int32))
-    positions = split(np.zeros((3, slots, 1), np.int32), axis=1)
+    made = jax.eval_shape(lambda: decode_program.arguments(CFG, 4 * ROWS, 64, jnp.bfloat16))
+    cache, control, tables = (slots(name, x) for name, x in zip(("cache", "control", "tables"), made, strict=True))
     with jax.sharding.use_abstract_mesh(mesh):
         programs = {
             "train": jax.jit(jax.value_and_grad(loss)).trace(params, batch),
-            "decode": jax.jit(decode, donate_argnums=1).trace(params, cache, ids, positions, ids),
+            "decode": step.decode.trace(params, cache, control, tables, cfg=CFG, **decode_program.STATIC),
         }
         for name, program in programs.items():
             for platform in ("cuda", "tpu"):
                 text = program.lower(lowering_platforms=(platform,)).as_text()
                 assert "stablehlo.dot_general" in text, (name, platform)
                 if name == "decode":  # keys and values of every layer, and nothing else of that size
-                    assert text.count('"stablehlo.scatter"') == 2 * CFG.text.num_layers
+                    held = "x".join(map(str, cache.k[0].shape)) + "xbf16"
+                    scattered = re.findall(rf"\}}\) : \(tensor<{held}>, .*-> tensor<{held}>", text)
+                    assert len(scattered) == 2 * CFG.text.num_layers
 
 
 def test_mesh_shapes():

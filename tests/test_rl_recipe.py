@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
+from pyvision_jax.agents.loop import Collected
 from pyvision_jax.config_check import groups_drawn
+from pyvision_jax.data.loader import UnusableData
 from pyvision_jax.data.media import ImageStore
 from pyvision_jax.recipes import rl
 from pyvision_jax.rollout.trajectory import ToolCall
@@ -57,3 +59,28 @@ def test_tool_calls_of_the_metrics_are_the_successful_ones():
 
 def test_the_rollout_seed_changes_what_is_sampled():
     assert rl._seed(1, 2) == rl._seed(1, 2, 0) != rl._seed(1, 2, 1)
+
+
+def test_a_run_in_which_no_record_can_be_rolled_out_stops(tmp_path):
+    listed, dropped, rows = [], [], resume_run.Rows()
+
+    def collect(params, records, *, seed, version):
+        return Collected([[] for _ in records], [(record.id, "the picture is broken") for record in records])
+
+    cfg = dataclasses.replace(resume_run.config(tmp_path), steps=10)
+    with pytest.raises(UnusableData, match=r"no record of 3 steps.*the picture is broken"):
+        rl.run(
+            cfg,
+            model_spec=resume_run.SPEC,
+            params=resume_run.PARAMS,
+            tokenizer=resume_run.TOKENIZER,
+            processor=resume_run.PROCESSOR,
+            source=resume_run.Source(),
+            collect=collect,
+            reward=lambda trajectory, record: {"total": 0.0},
+            images=ImageStore(),
+            metrics_writer=rows,
+            on_skip=lambda record, reason: listed.append(record),
+            on_drop=lambda step, reasons: dropped.append(step),
+        )
+    assert len(listed) >= 3 and dropped == [1, 2] and [step for step, _ in rows] == [1, 2]
