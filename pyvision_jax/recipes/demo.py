@@ -332,5 +332,4 @@ def record(summary: Mapping[str, Any], path: Path) -> None:
         )
     rows += [results.Row(f"tool calls {name} seed {seed}", value, "") for name, value in summary["tool_calls"].items()]
     rows.append(results.Row(f"seconds seed {seed}", summary["seconds"]["total"], "s"))
-    commit = git_commit(Path(__file__).parent)
-    results.record(path, COMMAND, rows, commit=commit)
+    results.record(path, COMMAND, rows, commit=git_commit())
