@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pyvision_jax.cli_bench import app as bench
+
 if TYPE_CHECKING:
     pass
 
@@ -26,6 +28,7 @@ data = typer.Typer(help="Files of records.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
 app.add_typer(data, name="data")
 app.add_typer(sandbox, name="sandbox")
+app.add_typer(bench, name="bench")
 
 BAD_INPUT = 2  # exit code: the input is at fault, and the one line on stderr says where
 
@@ -133,6 +136,8 @@ def demo(
         recipe.record(summary, Path("docs/results/demo.json"))
 
 
+
+
 def _preset(name: str) -> Path:
     """A file of configs/: inside an installed package, or beside it in a checkout."""
     inside = Path(__file__).parent / "configs" / name
@@ -223,14 +228,18 @@ def doctor() -> None:
 
 @sandbox.command("check")
 def sandbox_check(
-    min_level: Annotated[str, typer.Option(help="weakest isolation to accept; see the report for the names")] = "none",
+    min_level: Annotated[
+        str, typer.Option(help="weakest isolation to accept: seccomp, landlock or namespaces")
+    ] = "landlock",
+    max_level: Annotated[str, typer.Option(help="try this level first")] = "namespaces",
+    profile: Annotated[str, typer.Option(help="packages of a session: numpy_pil, vision or full")] = "vision",
 ) -> None:
-    """Print what confines the code on this machine, and try it with a dozen probes. Exit code 1 if one fails."""
+    """Print what confines the code on this machine, tried in a session. Exit code 1 if it is less than promised."""
     from pyvision_sandbox import SandboxError
     from pyvision_sandbox.__main__ import check
 
     with stops_on(SandboxError, ValueError):
-        held = check(min_level=min_level)
+        held = check(profile, min_level, max_level)
     raise typer.Exit(0 if held else 1)
 
 
@@ -238,16 +247,42 @@ def sandbox_check(
 def sandbox_run(
     file: Annotated[Path, typer.Argument(help="Python file to run as one cell")],
     image: Annotated[list[Path] | None, typer.Option(help="picture, bound as image_clue_0, image_clue_1, ...")] = None,
+    video: Annotated[list[Path] | None, typer.Option(help="video, bound as video_clue_0, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the pictures that the code shows")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds of wall time")] = 10.0,
+    profile: Annotated[str, typer.Option(help="packages of the session: numpy_pil, vision or full")] = "vision",
+    min_level: Annotated[str, typer.Option(help="weakest isolation to accept")] = "landlock",
+    mend: Annotated[bool, typer.Option("--mend", help="mend trivial faults first, and say which")] = False,
 ) -> None:
     """Run a file as the policy's code is run. Exit code 1 if it fails."""
     from pyvision_sandbox import SandboxError
     from pyvision_sandbox.__main__ import run_file
 
-    with stops_on(SandboxError, OSError):
-        ok = run_file(file, image or [], out, timeout)
+    with stops_on(SandboxError, OSError, ValueError):
+        ok = run_file(file, image or [], out, timeout, profile, videos=video or [], min_level=min_level, mended=mend)
     raise typer.Exit(0 if ok else 1)
+
+
+@sandbox.command("replay")
+def sandbox_replay(
+    file: Annotated[Path, typer.Argument(help="JSONL file of traces that you trust")],
+    arguments: Arguments = [],  # noqa: B006 typer reads it once
+    media_root: Annotated[Path | None, typer.Option(help="where relative picture paths start [folder of FILE]")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSONL file to write: each call's result and level")] = None,
+) -> None:
+    """Run the code of traces again, as `sandbox.*` and `protocol.*` say. Exit code 1 if a session was lost."""
+    from rich.console import Console
+
+    from pyvision_jax.config import RLConfig
+    from pyvision_jax.config_load import ConfigError, load
+    from pyvision_sandbox import SandboxUnavailable
+
+    with stops_on(ConfigError, SandboxUnavailable, OSError):
+        config = load(RLConfig, *_split(arguments))
+        from pyvision_jax.cli_replay import replay_file
+
+        good = replay_file(file, media_root, config, out, Console())
+    raise typer.Exit(0 if good else 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- data

@@ -21,7 +21,7 @@ def examine() -> bool:
     print(f"host: {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_memory_gib():.1f} GiB of memory")
     try:
         if not check():
-            problems.append("sandbox: a probe failed")
+            problems.append("sandbox: it confines less than a run needs (see above)")
     except SandboxError as error:
         problems.append(f"sandbox: {error}")
     for problem in problems:

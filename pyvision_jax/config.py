@@ -59,6 +59,25 @@ class SamplingConfig:
     code_temperature: float | None = None  # None: as `temperature`; 0 is Thyme's adaptive temperature
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # share of the most likely id's probability; 0: off
+    repetition_penalty: float = 1.0  # on ids of the context, as in HF and vLLM; 1: off
+    top_entropy: int = 0  # record the entropy that so many most likely ids hold; 0: off
+
+    @property
+    def filtered(self) -> bool:
+        """Whether what is sampled from is not the softmax of the logits at the temperature."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RepetitionConfig:
+    """Early stop of a policy turn that repeats itself (rollout/repetition.py)."""
+
+    rule: Literal["off", "fixed_length", "any_length"] = "off"  # any_length: Thyme's released rule
+    length: int = 32  # ids of the repeated piece, for fixed_length
+    share: float = 0.5  # of the ids looked at that its copies must exceed
+    tail: int = 1_024  # the last ids of the turn that are looked at; 0: all
+    minimum: int = 128  # a shorter turn is never stopped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +89,7 @@ class RolloutConfig:
     prefill_buckets: tuple[int, ...] = (64, 256, 1_024, 4_096)  # new tokens of one row in a prefill or extend program
     patch_buckets: tuple[int, ...] = (64, 256, 1_024, 4_096, 16_384)  # patches of one picture in the vision program
     seed: int = 0
+    repetition: RepetitionConfig = RepetitionConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +108,15 @@ class ProtocolConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    profile: Literal["numpy_pil", "vision"] = "vision"  # what a session has imported already; vision: matplotlib too
-    workers: int = 8  # sessions that may run code at the same time
+    """`min_level` has no `none`: code that a policy sampled never runs unconfined (docs/sandbox.md)."""
+
+    profile: Literal["numpy_pil", "vision", "full"] = "vision"  # what a session sees and has imported: docs/sandbox.md
+    workers: int = 0  # sessions that may run code at the same time; 0: as many as this process has cores
     cell_timeout: float = 10.0  # seconds of wall time for one call
     memory_mb: int = 1_024
     max_text: int = 64_000
     max_images: int = 16
-    min_level: Literal["none", "seccomp", "landlock", "namespaces"] = "none"  # this release's runner reaches none
+    min_level: Literal["seccomp", "landlock", "namespaces"] = "landlock"  # seccomp: trusted replay only
 
 
 @dataclasses.dataclass(frozen=True)

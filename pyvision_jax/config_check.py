@@ -18,6 +18,7 @@ from pyvision_jax.config import (
     OptimizerConfig,
     PackingConfig,
     ProtocolConfig,
+    RepetitionConfig,
     RLConfig,
     RolloutConfig,
     SamplingConfig,
@@ -199,18 +200,47 @@ def _rollout(rollout: RolloutConfig, packing: PackingConfig) -> Iterator[str]:
         buckets = vars(rollout)[name]
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             yield f"rollout.{name}: {list(buckets)} is not a rising list of positive sizes"
+    if rollout.repetition.rule != "off":
+        yield from _repetition(rollout.repetition, rollout)
+
+
+def _repetition(repetition: RepetitionConfig, rollout: RolloutConfig) -> Iterator[str]:
+    key = "rollout.repetition."
+    yield from _at_least(key, repetition, length=1, tail=0, minimum=1)
+    fixed = repetition.rule == "fixed_length"
+    if not 0 < repetition.share < 1:
+        yield f"{key}share: {repetition.share:g} is not in (0, 1)"
+    if not fixed and repetition.share >= 2 / 3:
+        yield f"{key}share: two copies of at most a third of the ids never exceed {repetition.share:g}"
+    if repetition.minimum > rollout.max_turn_length:
+        yield (
+            f"{key}minimum: {repetition.minimum:,} exceeds rollout.max_turn_length ({rollout.max_turn_length:,}): "
+            f"no turn would ever be stopped"
+        )
+    if fixed and 0 < repetition.tail < 2 * repetition.length:
+        yield f"{key}tail: {repetition.tail:,} ids have no room for two copies of {key}length ({repetition.length:,})"
+    links = repetition.tail**2 * repetition.share / repetition.length if fixed else 0
+    if repetition.tail < rollout.max_length and links > 2**22:
+        yield (
+            f"{key}tail: {repetition.tail:,} ids in copies of {repetition.length:,} take {4 * links / 2**20:,.0f} MiB "
+            f"for each of {rollout.slots} slots; shorten the tail, or look at whole turns (0)"
+        )
 
 
 def _sampling(sampling: SamplingConfig) -> Iterator[str]:
-    yield from _at_least("sampling.", sampling, temperature=0, top_k=0)
+    yield from _at_least("sampling.", sampling, temperature=0, top_k=0, min_p=0, top_entropy=0)
     if sampling.code_temperature is not None and sampling.code_temperature < 0:
         yield f"sampling.code_temperature: {sampling.code_temperature} is below 0"
     if not 0 < sampling.top_p <= 1:
         yield f"sampling.top_p: {sampling.top_p} is not in (0, 1]"
+    if sampling.min_p > 1:
+        yield f"sampling.min_p: {sampling.min_p} is not in [0, 1]"
+    if sampling.repetition_penalty <= 0:
+        yield f"sampling.repetition_penalty: {sampling.repetition_penalty} is not above 0 (1 is off)"
 
 
 def _sandbox(sandbox: SandboxConfig) -> Iterator[str]:
-    yield from _at_least("sandbox.", sandbox, workers=1, memory_mb=64, max_text=1, max_images=0)
+    yield from _at_least("sandbox.", sandbox, workers=0, memory_mb=64, max_text=1, max_images=0)
     if sandbox.cell_timeout <= 0:
         yield f"sandbox.cell_timeout: {sandbox.cell_timeout} seconds is not above 0"
 

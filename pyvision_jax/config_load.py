@@ -21,6 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
 
+# Values that a person may look for, and why there are none: (end of the key, value) -> what the message adds.
+_WITHHELD = {("sandbox.min_level", "none"): "; it confines nothing, and no configuration can ask for it"}
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message is one line, meant for the person who wrote the configuration."""
@@ -186,6 +189,8 @@ def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
         if named not in arguments:
             close = difflib.get_close_matches(str(value), [str(item) for item in arguments], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
+            for (end, withheld), why in _WITHHELD.items():
+                hint = why if value == withheld and key.endswith(end) else hint
             raise ConfigError(f"{where}: {key} must be one of {', '.join(map(str, arguments))}, not {value!r}{hint}")
         return named
     if origin in (typing.Union, types.UnionType):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +21,7 @@ from pyvision_jax.models.positions import mrope_positions
 from pyvision_jax.rewards.pyvision import score
 from pyvision_jax.rollout.trajectory import EndReason
 from pyvision_jax.worlds import needle, tiny
-from pyvision_sandbox import Policy, SandboxPool
+from pyvision_sandbox import Policy, SandboxError, SandboxPool, SandboxUnavailable, Session
 
 IMAGE = ImageConfig(tiny.MIN_PIXELS, tiny.MAX_PIXELS, 9.0)
 ANSWER = "<answer>\n\\boxed{7}\n</answer><end>"
@@ -223,3 +227,120 @@ def test_a_task_with_two_user_messages_is_skipped(pool):
     twice = dataclasses.replace(task, messages=(*task.messages, Message("user", (Part("text", "and?"),))))
     collected, _, _ = collect(pool, [ANSWER], records=[twice])
     assert collected.groups == [[]] and "one user message" in collected.skipped[0][1]
+
+
+SOME = Policy(profile="numpy_pil", cell_timeout=10)
+
+
+def test_calls_of_different_trajectories_overlap():
+    sleep = code("import time; time.sleep(0.4)")
+    with SandboxPool(SOME, workers=4) as pool:
+        start = time.monotonic()
+        collected, _, _ = collect(pool, [sleep, ANSWER], n=4)
+        seconds = time.monotonic() - start
+        metrics = pool.metrics()
+    assert [t.end_reason for t in collected.groups[0]] == [EndReason.ANSWERED] * 4
+    assert metrics.run.count == 4 and metrics.run.total > 1.6 and metrics.sessions == 0
+    assert max(t.calls[0].seconds for t in collected.groups[0]) < seconds < metrics.run.total + 2
+
+
+def test_more_trajectories_than_places(pool):
+    """Those that have a session go on; the others wait for a place, and none is left out."""
+    turns = [code("x = 41"), code("print(x + 1)"), ANSWER]
+    records = [needle.task("eval", k) for k in range(3)]
+    with SandboxPool(SOME, workers=2, max_sessions=2) as small:
+        scarce, _, tokens = collect(small, turns, n=4, records=records)
+        assert small.metrics().sessions == 0 and small._places == 2
+    plenty, _, _ = collect(pool, turns, n=4, records=records)
+    for few, many in zip(scarce.groups, plenty.groups, strict=True):
+        assert [list(a.ids) for a in few] == [list(a.ids) for a in many]
+        assert all("42" in observations(t, tokens)[1] for t in few)
+
+
+def kill_server(pool):
+    """As a kernel out of memory does; at level `namespaces` the server is the child of what was started."""
+    zygote = pool._zygotes[0]
+    pid = zygote.process.pid
+    inside = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for each in inside if pool.level == "namespaces" else [pid]:
+        os.kill(int(each), signal.SIGKILL)
+    zygote.process.wait()
+
+
+def test_a_server_that_dies_is_made_good_by_replay(monkeypatch):
+    turns = [
+        code("x = np.random.rand(); open('note', 'w').write('kept')"),
+        code("print(x, open('note').read())"),
+        ANSWER,
+    ]
+    run = Session.run
+    deaths = []
+
+    def deadly(self, text, *args, **kwargs):
+        if "print" in text and deaths:
+            deaths.pop()
+            kill_server(pool)
+        return run(self, text, *args, **kwargs)
+
+    with SandboxPool(SOME, workers=2) as pool:
+        whole, _, tokens = one(pool, turns)
+        monkeypatch.setattr(Session, "run", deadly)
+        deaths.append(1)
+        mended, _, _ = one(pool, turns)
+        assert mended.end_reason is EndReason.ANSWERED and list(mended.ids) == list(whole.ids)
+        assert "kept" in observations(mended, tokens)[1] and mended.calls[1].ok
+        deaths.extend([1, 1])
+        lost, _, _ = one(pool, turns)
+        assert lost.end_reason is EndReason.INFRASTRUCTURE and [c.result["status"] for c in lost.calls] == [
+            "ok", "infrastructure",
+        ]  # fmt: skip
+        assert pool.metrics().sessions == 0
+
+
+def test_a_start_that_fails_is_tried_once_more(monkeypatch):
+    fails = [1]
+    start = SandboxPool.session
+
+    def unsure(self, *args, **kwargs):
+        if fails:
+            fails.pop()
+            raise SandboxError("no process")
+        return start(self, *args, **kwargs)
+
+    monkeypatch.setattr(SandboxPool, "session", unsure)
+    with SandboxPool(SOME, workers=1) as pool:
+        good, _, _ = one(pool, [code("1"), ANSWER])
+        assert good.end_reason is EndReason.ANSWERED
+        fails.extend([1, 1])
+        bad, _, _ = one(pool, [code("1"), ANSWER])
+        assert bad.end_reason is EndReason.INFRASTRUCTURE and bad.calls[0].result["error"]["message"] == "no process"
+
+
+def test_sessions_are_closed_when_collect_fails(monkeypatch):
+    """And the calls that still run are cancelled: nobody waits for their time limit."""
+    turns = [code("x = 1"), code("import time; time.sleep(8)")]
+    with SandboxPool(SOME, workers=4) as pool:
+        results = AgentLoop._result
+        seen = []
+
+        def failing(self, live, *args):
+            seen.append(live)
+            if len(seen) == 5:
+                raise KeyError("a bug")
+            return results(self, live, *args)
+
+        monkeypatch.setattr(AgentLoop, "_result", failing)
+        start = time.monotonic()
+        with pytest.raises(KeyError, match="a bug"):
+            collect(pool, turns, n=4)
+        assert pool.metrics().sessions == 0 and pool._places == pool.max_sessions
+        assert time.monotonic() - start < 7
+
+
+def test_where_sampled_code_must_not_run_the_loop_says_so():
+    try:
+        pool = SandboxPool(SOME, "seccomp", max_level="seccomp")
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    with pool, pytest.raises(SandboxUnavailable, match="sampled code does not run"):
+        one(pool, [code("1"), ANSWER])

@@ -265,7 +265,7 @@ def test_sft_and_rl_from_the_command_line(spec: ModelSpec, tokenizer_dir: Path, 
     assert load(SFTConfig, run / "config.yaml") == load(SFTConfig, config)
     code, _, err = pyvision(tmp_path / "cache", "sft", str(config))
     assert code == 2 and "already holds a run" in err
-    code, _, err = pyvision(tmp_path / "cache", "sft", str(config), "steps=2", "--resume")
+    code, out, err = pyvision(tmp_path / "cache", "sft", str(config), "steps=2", "--resume")
     assert code == 0 and "resume: goes on after step 1" in out and (run / "checkpoints" / "2").exists(), err
     assert [line.split(",")[1] for line in (run / "metrics.csv").read_text().splitlines()[1:]] == ["1", "2"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -14,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from pyvision_jax.cli import app
+from pyvision_sandbox.policy import LEVELS
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,8 +91,9 @@ def test_report_of_no_run(tmp_path: Path) -> None:
 def test_sandbox_check() -> None:
     code, out, _ = invoke("sandbox", "check")
     assert code == 0 and "isolation: " in out and "[held]" in out and "FAILED" not in out
-    code, _, err = invoke("sandbox", "check", "--min-level", "vault")
-    assert code == 2 and "vault" in one_line(err)
+    for level in ("vault", "none"):
+        code, _, err = invoke("sandbox", "check", "--min-level", level)
+        assert code == 2 and level in one_line(err)
 
 
 def test_sandbox_run_prints_saves_and_fails_like_the_code(tmp_path: Path) -> None:
@@ -118,6 +121,41 @@ def test_sandbox_run_prints_saves_and_fails_like_the_code(tmp_path: Path) -> Non
         assert code == 2 and err.count("\n") == 1 and f"error: {wrong[-1]}: " in err, err
     code, _, err = invoke("sandbox", "run", str(tmp_path / "gone.py"))
     assert code == 2 and "gone.py" in one_line(err)
+    for option in ("--profile", "--min-level"):
+        code, _, err = invoke("sandbox", "run", str(file), option, "none")
+        assert code == 2 and "'none'" in one_line(err)
+
+
+def test_sandbox_run_mends_if_told_to(tmp_path: Path) -> None:
+    file = tmp_path / "cell.py"
+    file.write_text("    print(6 * 7)\n")
+    code, _, _ = invoke("sandbox", "run", str(file), "--profile", "numpy_pil")
+    assert code == 1
+    code, stdout, _ = invoke("sandbox", "run", str(file), "--profile", "numpy_pil", "--mend")
+    assert code == 0 and "42" in stdout and "[mended, line 1, dedent: " in stdout
+
+
+def test_sandbox_replay_runs_the_code_of_traces_and_stamps_the_level(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / "a.png")
+    messages = [
+        {"role": "user", "content": [{"type": "image", "index": 0}, {"type": "text", "text": "How wide?"}]},
+        {"role": "assistant", "content": "<code>\nprint(image_clue_0.width)\n</code>"},
+        {"role": "tool", "content": "30"},
+        {"role": "assistant", "content": "<code>\n1 / 0\n</code>"},
+        {"role": "tool", "content": "something else"},
+        {"role": "assistant", "content": "<answer>\n\\boxed{30}\n</answer>"},
+    ]
+    record = {"id": "t", "messages": messages, "media": ["a.png"], "answer": "30"}
+    file, out = tmp_path / "traces.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    keys = ("sandbox.profile=numpy_pil", "sandbox.min_level=seccomp")
+    code, stdout, err = invoke("sandbox", "replay", str(file), *keys, "--out", str(out))
+    assert code == 0, err
+    assert "1 traces, 2 calls" in stdout and "text as recorded: 1 of 2 calls" in stdout
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "error"] and {row["level"] for row in rows} <= set(LEVELS[1:])
+    code, _, err = invoke("sandbox", "replay", str(file), "sandbox.min_level=none")
+    assert code == 2 and "no configuration can ask for it" in one_line(err)
 
 
 def test_doctor_finds_this_machine_fit() -> None:

@@ -12,7 +12,8 @@ from pyvision_jax.config import DemoConfig, KeptEnd, MeshConfig, OptimizerConfig
 from pyvision_jax.config_check import arithmetic, check, check_mesh
 from pyvision_jax.config_load import ConfigError, as_tree, dump, keys, load
 from pyvision_jax.rollout.trajectory import EndReason
-from pyvision_sandbox.policy import LEVELS, PROFILES
+from pyvision_sandbox.policy import LEVELS
+from pyvision_sandbox.profiles import PROFILES
 
 RUNNABLE = ["model.config={family: tiny}", "model.tokenizer=tok", "data.train=needle"]
 
@@ -153,6 +154,15 @@ def test_a_missing_file() -> None:
         ("mesh.tensor=0", "mesh.tensor: 0 devices"),
         ("image.max_pixels=10", "image.max_pixels: 10 is below image.min_pixels"),
         ("sampling.top_p=0", "sampling.top_p: 0.0 is not in"),
+        ("sampling.min_p=1.5", "sampling.min_p: 1.5 is not in"),
+        ("sampling.repetition_penalty=0", "sampling.repetition_penalty: 0.0 is not above 0 .1 is off."),
+        ("rollout.repetition={rule: fixed_length}", None),
+        ("rollout.repetition={rule: any_length, share: 0.3, tail: 256, minimum: 16}", None),
+        ("rollout.repetition={rule: any_length, share: 0.7}", "share: two copies of at most a third of the ids never"),
+        ("rollout.repetition={rule: fixed_length, share: 1}", "rollout.repetition.share: 1 is not in .0, 1."),
+        ("rollout.repetition={rule: fixed_length, tail: 40}", "tail: 40 ids have no room for two copies .* .32."),
+        ("rollout.repetition={rule: fixed_length, minimum: 2000}", "minimum: 2,000 exceeds rollout.max_turn_"),
+        ("rollout.repetition={rule: fixed_length, length: 1, tail: 4000}", "take 31 MiB for each of 64 slots"),
         ("optimizer.warmup_steps=101", "exceeds the run's steps"),
         ("run_dir=", "run_dir: empty"),
         ("seed=-1", "seed: -1 is not in"),
@@ -222,7 +232,7 @@ def test_classes_stay_small_hashable_values_and_enumerations_agree() -> None:
         assert len(fields) <= 20, cls
         seen += [type(f.default) for f in fields if dataclasses.is_dataclass(f.default) and type(f.default) not in seen]
     kinds = typing.get_type_hints(SandboxConfig)
-    assert typing.get_args(kinds["min_level"]) == LEVELS
+    assert typing.get_args(kinds["min_level"]) == LEVELS[1:], "`none` is out of a configuration's reach"
     assert set(typing.get_args(kinds["profile"])) == set(PROFILES)
     assert set(typing.get_args(KeptEnd)) == {reason.value for reason in EndReason} - {"infrastructure"}
 

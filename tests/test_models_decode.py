@@ -140,10 +140,11 @@ def test_padding_slots_of_the_tower_change_nothing(batch):
         np.testing.assert_allclose(tight[a], loose[b], atol=1e-5 * np.abs(tight[a]).max())
 
 
-def test_decode_program_copies_no_cache():
+@pytest.mark.parametrize("static", [decode_program.STATIC, decode_program.EVERYTHING], ids=["plain", "everything"])
+def test_decode_program_copies_no_cache(static):
     slots, length = 6, 512
-    cache, control, tables = decode_program.arguments(CFG, slots, length)
-    program = step.decode.lower(PARAMS, cache, control, tables, cfg=CFG, **decode_program.STATIC).compile()
+    arguments = decode_program.arguments(CFG, slots, length, static=static)
+    program = step.decode.lower(PARAMS, *arguments, cfg=CFG, **static).compile()
     shape = (slots, CFG.text.num_kv_heads, length, CFG.text.head_dim)
     size = int(np.prod(shape))
     for line in program.as_text().splitlines():

@@ -94,18 +94,25 @@ def test_training_and_decoding_lower_for_accelerators(shape):
         """Rows of the cache and of the control split over the batch axes, tables of the automaton are whole."""
         return jax.tree.map(split if name != "tables" else lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
 
-    made = jax.eval_shape(lambda: decode_program.arguments(CFG, 4 * ROWS, 64, jnp.bfloat16))
-    cache, control, tables = (slots(name, x) for name, x in zip(("cache", "control", "tables"), made, strict=True))
+    def decode(static):
+        made = jax.eval_shape(lambda: decode_program.arguments(CFG, 4 * ROWS, 64, jnp.bfloat16, static))
+        names = ("cache", "control", "tables", "watch")
+        arguments = [slots(name, x) for name, x in zip(names, made, strict=True)]
+        return step.decode.trace(params, *arguments, cfg=CFG, **static), arguments[0]
+
     with jax.sharding.use_abstract_mesh(mesh):
+        plain, cache = decode(decode_program.STATIC)
+        everything, _ = decode(decode_program.EVERYTHING)
         programs = {
             "train": jax.jit(jax.value_and_grad(loss)).trace(params, batch),
-            "decode": step.decode.trace(params, cache, control, tables, cfg=CFG, **decode_program.STATIC),
+            "decode": plain,
+            "decode with all filters and stops": everything,
         }
         for name, program in programs.items():
             for platform in ("cuda", "tpu"):
                 text = program.lower(lowering_platforms=(platform,)).as_text()
                 assert "stablehlo.dot_general" in text, (name, platform)
-                if name == "decode":  # keys and values of every layer, and nothing else of that size
+                if name != "train":  # keys and values of every layer, and nothing else of that size
                     held = "x".join(map(str, cache.k[0].shape)) + "xbf16"
                     scattered = re.findall(rf"\}}\) : \(tensor<{held}>, .*-> tensor<{held}>", text)
                     assert len(scattered) == 2 * CFG.text.num_layers

@@ -23,10 +23,28 @@ def pool():
         yield pool
 
 
+@pytest.fixture(scope="module")
+def open_pool():
+    """Without confinement: processes can be started, and the pool has to clean up after them."""
+    policy = Policy(profile="numpy_pil", cell_timeout=SOFT, grace=GRACE)
+    with SandboxPool(policy, "none", max_level="none", unsafe=True) as pool:
+        yield pool
+
+
+START = "import ctypes, os, sys, time\nkept = 41"
+
+
 @pytest.fixture
 def session(pool: SandboxPool):
     with pool.session() as session:
-        session.run("import ctypes, os, sys, time\nkept = 41", timeout=10)
+        session.run(START, timeout=10)
+        yield session
+
+
+@pytest.fixture
+def open_session(open_pool: SandboxPool):
+    with open_pool.session(trusted=True) as session:
+        session.run(START, timeout=10)
         yield session
 
 
@@ -39,7 +57,7 @@ def session(pool: SandboxPool):
         "print('partial')\ntime.sleep(30)",
         "import threading; threading.Event().wait(30)",
         "[j for j in range(10**10)]",
-        "import subprocess; subprocess.run(['sleep', '30'])",
+        "import asyncio; await asyncio.sleep(30)",
     ],
 )
 def test_soft_timeout_keeps_the_state(session: Session, code: str):
@@ -52,6 +70,12 @@ def test_soft_timeout_keeps_the_state(session: Session, code: str):
     assert result.error is not None and "runner.py" not in result.error["traceback"]
     after = session.run("kept + 1", timeout=10)
     assert after.repr == "42" and not after.restarted
+
+
+def test_soft_timeout_while_a_child_runs(open_session: Session):
+    result = open_session.run("import subprocess; subprocess.run(['sleep', '30'])")
+    assert (result.status, result.session_alive) == ("soft_timeout", True)
+    assert open_session.run("kept", timeout=10).repr == "41"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +117,8 @@ def test_nothing_runs_between_cells(session: Session):
         "threading.Thread(target=spin, daemon=True).start()"
     )
     assert session.run(spin, timeout=10).ok
-    assert session._process is not None
-    stat = Path(f"/proc/{session._process.pid}/stat")
+    assert session.process is not None
+    stat = Path(f"/proc/{session.process.pid}/stat")
 
     def ticks() -> int:
         return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13]))
@@ -120,6 +144,17 @@ def test_memory_limit_is_told_and_the_state_kept(session: Session, code: str):
     assert session.run("kept + 1", timeout=10).repr == "42"
 
 
+def test_freed_memory_does_not_stay_with_an_idle_session(session: Session):
+    def resident() -> int:
+        assert session.process is not None
+        status = Path(f"/proc/{session.process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) >> 10
+
+    before = resident()
+    assert session.run("a = [np.ones(1000) for _ in range(25_000)]; a = len(a)", timeout=20).ok
+    assert resident() - before < 80  # MiB, of about 200
+
+
 def test_recursion_bomb_ends_typed(session: Session):
     """U49."""
     assert session.run("def f(): return f()\nf()", timeout=10).error["name"] == "RecursionError"  # type: ignore[index]
@@ -132,18 +167,26 @@ def test_recursion_bomb_ends_typed(session: Session):
     assert session.run("1 + 1", timeout=10).repr == "2"
 
 
-def test_file_size_limit_and_cleaning_up(pool: SandboxPool):
-    with pool.session() as session:
+MESS = (
+    "os.mkdir('locked'); open('locked/x', 'w').close(); os.chmod('locked', 0)\n"
+    "os.symlink('/etc', 'link')\nfor i in range(1200): os.mkdir('d'); os.chdir('d')"
+)
+
+
+def test_the_limit_of_files(session: Session):
+    """T35: one large file, and many; a full disk is told and the session goes on."""
+    result = session.run("open('big', 'wb').write(bytes(64 << 20))", timeout=10)
+    assert result.status == "error" and result.error is not None and result.error["name"] == "OSError"
+    result = session.run("os.remove('big')\nfor i in range(64): open(f'{i}', 'wb').write(bytes(1 << 20))", timeout=10)
+    assert result.status == "error" or not result.session_alive
+    assert session.run("print('goes on'); 1 + 1", timeout=10).repr == "2"
+
+
+def test_files_are_gone_with_the_session(open_pool: SandboxPool):
+    with open_pool.session(trusted=True) as session:
         home = Path(session.run("import os; print(os.getcwd())", timeout=10).stdout.strip())
-        result = session.run("open('big', 'wb').write(bytes(64 << 20))", timeout=10)
-        assert result.status == "error" and result.error is not None and result.error["name"] == "OSError"
-        made = session.run(
-            "os.mkdir('locked'); open('locked/x', 'w').close(); os.chmod('locked', 0)\n"
-            "os.symlink('/etc', 'link')\nfor i in range(1200): os.mkdir('d'); os.chdir('d')",
-            timeout=10,
-        )
-        assert made.ok, made.error
-        assert home.is_dir()
+        session.run(MESS, timeout=10)
+        assert home.is_dir() and (home / "link").is_symlink()
     assert not home.exists() and Path("/etc/passwd").exists()
 
 
@@ -155,9 +198,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_children_work_and_end_with_the_session(pool: SandboxPool):
+def test_children_work_and_end_with_the_session(open_pool: SandboxPool):
     """U46: a pool, plain forks, processes that outlive the cell, and daemons that left the process group."""
-    session = pool.session()
+    session = open_pool.session(trusted=True)
     result = session.run("import multiprocessing as mp\nwith mp.Pool(2) as p: r = p.map(abs, [-1, -2])\nr", timeout=10)
     assert result.repr == "[1, 2]", result.error
     result = session.run(
@@ -175,12 +218,12 @@ def test_children_work_and_end_with_the_session(pool: SandboxPool):
     assert not any(_alive(p) for p in pids)
 
 
-def test_a_forked_child_that_runs_to_the_end_of_the_cell_does_not_answer(session: Session):
-    result = session.run(
+def test_a_forked_child_that_runs_to_the_end_of_the_cell_does_not_answer(open_session: Session):
+    result = open_session.run(
         "pid = os.fork()\nprint('child' if pid == 0 else 'parent')\nif pid: os.waitpid(pid, 0)", timeout=10
     )
     assert result.ok and sorted(result.stdout.split()) == ["child", "parent"]
-    assert session.run("kept", timeout=10).repr == "41"
+    assert open_session.run("kept", timeout=10).repr == "41"
 
 
 # ------------------------------------------------------------------------------------------------ protocol

@@ -41,7 +41,17 @@ def session(pool: SandboxPool):
         "import matplotlib; matplotlib.use('TkAgg')\n" + FIGURE + "plt.show()",
         "import matplotlib; matplotlib.use('Agg')\n" + FIGURE + "plt.show()",
         "plt.switch_backend('QtAgg')\n" + FIGURE + "plt.show()",
+        FIGURE + "plt.savefig('f.png')",  # saved, and left open
+        FIGURE + "plt.savefig('f.png'); plt.show()",
+        FIGURE + "plt.show(); plt.savefig('f.png')",
+        FIGURE + "plt.gcf().savefig('f.png', dpi=300); plt.gcf()",
+        FIGURE + "plt.ion(); plt.draw()",
+        "from pylab import *\nfigure(figsize=(1, 0.5), dpi=100); plot([1, 2]); show(block=False)",
         "from matplotlib.figure import Figure\nf = Figure((1, 0.5), dpi=100); f.subplots().plot([1]); display(f)",
+        "from matplotlib.figure import Figure\nf = Figure((1, 0.5), dpi=100); f.subplots().plot([1]); f.show()",
+        "from matplotlib.figure import Figure\nf = Figure((1, 0.5), dpi=100); f.subplots().plot([1]); f",
+        "from IPython.display import display\n" + FIGURE + "display(plt.gcf())",
+        "f, ax = plt.subplots(figsize=(1, 0.5), dpi=100); ax.imshow(np.eye(3)); ax",
     ],
 )
 def test_a_figure_comes_back_once_in_every_spelling(session: Session, code: str):
@@ -60,6 +70,12 @@ def test_a_figure_comes_back_once_in_every_spelling(session: Session, code: str)
         "display(im)",
         "display(np.asarray(im))",
         "from PIL import ImageShow; ImageShow.show(im)",
+        "from IPython.display import display, clear_output; clear_output(wait=True); display(im, metadata={})",
+        "import IPython; IPython.display.display(im)",
+        "from IPython import display as d; d.display(im)",
+        "from IPython.core.display import display, HTML; display(im)",
+        "im.save('im.png'); from IPython.display import Image as Shown; Shown(filename='im.png')",
+        "im.save('im.png'); from IPython.display import Image as Shown; display(Shown(open('im.png', 'rb').read()))",
     ],
 )
 def test_a_pil_image_comes_back_in_every_spelling(session: Session, code: str):
@@ -67,6 +83,46 @@ def test_a_pil_image_comes_back_in_every_spelling(session: Session, code: str):
     result = session.run(code)
     assert len(result.images) == 1
     assert np.array_equal(result.images[0], np.broadcast_to(np.array([10, 20, 30], np.uint8), (5, 7, 3)))
+
+
+def test_what_is_no_picture_is_printed(session: Session):
+    result = session.run(
+        "from IPython.display import display, HTML, Markdown\n"
+        "display(1, HTML('<b>x</b>'), Markdown('*y*'), np.array([1.5]), [Image.new('L', (2, 2))][0].size)\n"
+        "np.zeros((2, 2, 3), np.uint8).sum(axis=2)"
+    )
+    assert result.images == [] and result.stdout == "1\n<b>x</b>\n*y*\narray([1.5])\n(2, 2)\n"
+    # A bare array is a value, as in a notebook; display() shows it.
+    result = session.run("np.zeros((1, 2, 3), np.uint8)")
+    assert result.images == [] and "array([[[0, 0, 0]" in (result.repr or "")
+    assert session.run("import IPython; IPython.get_ipython()").repr is None
+
+
+@pytest.mark.parametrize(
+    ("make", "pixel"),
+    [
+        ("np.full((4, 6, 3), (30, 20, 10), np.uint8)", (10, 20, 30)),  # BGR
+        ("np.full((4, 6, 4), (30, 20, 10, 255), np.uint8)", (10, 20, 30)),
+        ("np.full((4, 6), 9, np.uint8)", (9, 9, 9)),
+        ("np.full((4, 6, 1), 9, np.uint8)", (9, 9, 9)),
+        ("np.full((4, 6), 0.5)", (127, 127, 127)),
+        ("np.full((4, 6), True)", (255, 255, 255)),
+        ("np.full((4, 6), 0x1234, np.uint16)", (0x12, 0x12, 0x12)),
+        ("np.full((4, 6), 300, np.int32)", (255, 255, 255)),
+        ("cv2.UMat(np.full((4, 6), 9, np.uint8))", (9, 9, 9)),
+    ],
+)
+def test_cv2_windows(session: Session, make: str, pixel: tuple[int, int, int]):
+    pytest.importorskip("cv2")
+    result = session.run(
+        "import cv2\ncv2.namedWindow('w', cv2.WINDOW_NORMAL); cv2.resizeWindow('w', 9, 9)\n"
+        f"cv2.imshow('w', {make})\nkey = cv2.waitKey(0) & 0xFF\ncv2.destroyAllWindows(); key"
+    )
+    assert result.ok, result.error
+    assert result.repr == "255" and [i.shape for i in result.images] == [(4, 6, 3)]
+    assert tuple(result.images[0][0, 0].tolist()) == pixel
+    wrong = session.run("cv2.imshow('w', np.zeros(3))")
+    assert wrong.error is not None and "imshow needs an array" in wrong.error["message"]
 
 
 def test_order_and_figures_before_an_error(session: Session):
@@ -94,6 +150,12 @@ def test_a_picture_is_what_it_was_when_shown(session: Session):
         ("Image.new('I', (2, 2), 77)", (77, 77, 77)),
         ("Image.fromarray(np.array([[0.0, 1000.0]] * 2, np.float32))", (0, 0, 0)),
         ("Image.new('HSV', (2, 2), (0, 0, 255))", (255, 255, 255)),
+        ("Image.new('YCbCr', (2, 2), (255, 128, 128))", (255, 255, 255)),
+        ("Image.new('La', (2, 2), (0, 0))", (255, 255, 255)),
+        ("Image.new('PA', (2, 2), (0, 0))", (255, 255, 255)),
+        ("Image.new('RGBa', (2, 2), (0, 0, 0, 0))", (255, 255, 255)),
+        ("Image.new('RGB', (2, 2), 'red').quantize(4)", (255, 0, 0)),
+        ("Image.fromarray(np.full((2, 2), np.nan, np.float32))", (0, 0, 0)),
     ],
 )
 def test_modes_become_rgb_by_one_policy(session: Session, make: str, pixel: tuple[int, int, int]):
@@ -123,11 +185,42 @@ def test_a_figure_too_large_is_refused_before_it_is_drawn(session: Session):
     result = session.run("f = plt.figure(figsize=(5000, 5000)); plt.show()")
     assert result.ok and result.images == [] and "500000x500000" in result.dropped["reasons"][0]
     assert result.usage.peak_rss < 400 << 20
-    result = session.run(
-        "import warnings; warnings.simplefilter('ignore')\nfor i in range(40): plt.figure(figsize=(1, 1))"
-    )
-    assert len(result.images) == 3 and result.dropped["images"] == 37
+    result = session.run("plt.figure(figsize=(300, 300), dpi=1000); plt.show()")
+    assert result.ok and result.images == [] and "300000x300000" in result.dropped["reasons"][0]
+    result = session.run("plt.figure(figsize=(300, 0.01), dpi=100); plt.show()")
+    assert result.ok and result.images == [] and "longer than 200 to 1" in result.dropped["reasons"][0]
+    result = session.run("plt.figure(figsize=(300, 300)); plt.savefig('f.png', dpi=1000); plt.close()", timeout=60)
+    assert result.status in ("error", "memory") and result.session_alive
+
+
+def test_many_open_figures(session: Session):
+    """U49."""
+    quiet = "import warnings; warnings.simplefilter('ignore')\n"
+    result = session.run(quiet + "for i in range(100): plt.figure(figsize=(1, 1))\nplt.show()", timeout=60)
+    assert len(result.images) == 3 and result.dropped["images"] == 97
     assert session.run("plt.get_fignums()").repr == "[]"
+    result = session.run(quiet + "for i in range(10_000): plt.figure(figsize=(1, 1))", timeout=1.5)
+    assert result.status in ("ok", "soft_timeout", "memory") and result.session_alive
+    assert len(result.images) <= 3 and result.dropped["images"] > 3
+    assert session.run("plt.get_fignums()").repr == "[]"
+
+
+def test_decompression_bombs(session: Session):
+    """T46: 400 million pixels in 50 KiB."""
+    bomb = (
+        "import struct, zlib\n"
+        "def chunk(k, d): return struct.pack('>I', len(d)) + k + d + struct.pack('>I', zlib.crc32(k + d))\n"
+        "c = zlib.compressobj(9); row = bytes(2501)\n"
+        "data = b''.join(c.compress(row) for _ in range(20000)) + c.flush()\n"
+        "png = b'\\x89PNG\\r\\n\\x1a\\n' + chunk(b'IHDR', struct.pack('>IIBBBBB', 20000, 20000, 1, 0, 0, 0, 0))"
+        " + chunk(b'IDAT', data) + chunk(b'IEND', b'')\n"
+    )
+    result = session.run(bomb + "im = Image.open(io.BytesIO(png)); im.load()")
+    assert result.error is not None and result.error["name"] == "DecompressionBombError"
+    result = session.run(
+        "import cv2, PIL\nPIL.Image.MAX_IMAGE_PIXELS = None\nImage.open(io.BytesIO(png)).convert('RGB').convert('F')"
+    )
+    assert result.status == "memory" and result.session_alive
 
 
 def test_figures_stay_in_their_session(pool: SandboxPool):
@@ -146,12 +239,12 @@ def test_returned_pictures_become_variables(session: Session):
     assert np.array_equal(again.images[0], result.images[0]) and again.images[1].shape == (2, 4, 3)
 
 
-def test_matplotlib_imported_by_the_code_itself():
+def test_a_profile_without_matplotlib():
     with SandboxPool(Policy(profile="numpy_pil", cell_timeout=20)) as pool, pool.session() as session:
-        result = session.run("'plt' in globals()")
-        assert result.repr == "False"
-        result = session.run("import matplotlib.pyplot as plt\n" + FIGURE + "plt.show()")
-        assert result.ok and [i.shape for i in result.images] == [FIGURE_SHAPE]
+        assert session.run("'plt' in globals()").repr == "False"
+        result = session.run("import matplotlib")
+        assert result.error is not None and result.error["name"] == "ModuleNotFoundError"
+        assert len(session.run("Image.new('L', (4, 4))").images) == 1
 
 
 def test_crop_comes_back_exact(pool: SandboxPool):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from pyvision_jax.data.tokenizer import Tokenizer
 from pyvision_jax.rollout.engine import Engine
 from pyvision_jax.rollout.requests import Handle, Request, Segment, Stop, mixed_seed
 from pyvision_jax.rollout.trajectory import EndReason, Span, ToolCall, Trajectory
-from pyvision_sandbox import Result, SandboxError, SandboxPool, Session
+from pyvision_sandbox import Result, SandboxError, SandboxPool, SandboxUnavailable, Session
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Collected:
 
 
 @dataclasses.dataclass
-class _Live:
+class Live:
     """A trajectory on its way."""
 
     record: Record
@@ -55,6 +56,64 @@ class _Live:
     turns: int = 0
     session: Session | None = None
     answer: str | None = None
+
+
+_Call = tuple[Live, str, Future[tuple[Result, float]]]  # whose, its code, what comes of it
+
+
+class _Calls:
+    """The tool calls of one `collect`, in threads. At most `places` trajectories have a session at a time.
+
+    That is counted here, and not left to the pool, which would hold up whoever asks: trajectories that have a session
+    go on, and which ones wait is the same in every run. On leaving, calls that still run are cancelled and sessions
+    closed; there are none but after an error.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, places: int, execute: Callable[..., tuple[Result, float]]):
+        self._threads, self._places, self._execute = threads, places, execute
+        self._stop = threading.Event()
+        self._asked: list[tuple[Live, str]] = []
+        self._holding: dict[tuple[int, int], Live] = {}
+        self._running: list[_Call] = []
+        self._taken: list[_Call] = []
+        self._closing: list[Future[None]] = []
+
+    def ask(self, one: Live, code: str) -> None:
+        self._asked.append((one, code))
+        self._start()
+
+    def _start(self) -> None:
+        rest = []
+        for one, code in self._asked:
+            if one.place in self._holding or len(self._holding) < self._places:
+                self._holding[one.place] = one
+                self._running.append((one, code, self._threads.submit(self._execute, one, code, self._stop)))
+            else:
+                rest.append((one, code))
+        self._asked = rest
+
+    def take(self) -> list[_Call]:
+        """What has been started since the last time, in that order."""
+        self._taken, self._running = self._running, []
+        return self._taken
+
+    def finish(self, one: Live) -> None:
+        """A trajectory has ended: its place is free."""
+        if self._holding.pop(one.place, None) is not None and one.session is not None:
+            self._closing.append(self._threads.submit(one.session.close))  # before what waits for its place
+        self._start()
+
+    def __enter__(self) -> _Calls:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        wait([future for _, _, future in (*self._taken, *self._running) if not future.cancel()])
+        for one in self._holding.values():
+            if one.session is not None:
+                one.session.close()
+        for future in self._closing:
+            future.result()
 
 
 class AgentLoop:
@@ -99,10 +158,9 @@ class AgentLoop:
         """
         start = time.perf_counter()
         self.seconds = {"build": 0.0, "generate": 0.0, "tools": 0.0}
-        live: dict[Handle, _Live] = {}
+        live: dict[Handle, Live] = {}
         skipped: list[tuple[str, str]] = []
         finished: dict[tuple[int, int], Trajectory] = {}
-        closing: list[Future[None]] = []
         for index, record in enumerate(records):
             try:
                 prompt = prompts[index] if prompts is not None else self.protocol.build(record)
@@ -127,51 +185,49 @@ class AgentLoop:
                 spans.append(Span("prefix", end - prompt.prefix, end, 0, False))
             for handle in handles:
                 place = (index, handle.index)
-                live[handle] = _Live(record, prompt, handle, place, handle.seed, list(spans))
+                live[handle] = Live(record, prompt, handle, place, handle.seed, list(spans))
                 live[handle].images = live[handle].shown = len(prompt.images)
         self.seconds["build"] = time.perf_counter() - start
 
-        calls: list[tuple[_Live, str, Future[tuple[Result, float]]]] = []
-
-        def finish(one: _Live, reason: EndReason) -> None:
+        def finish(one: Live, reason: EndReason) -> None:
             finished[one.place] = self._trajectory(one, reason, prefix)
             self.engine.release(one.handle)
             del live[one.handle]
-            if one.session is not None:
-                closing.append(self._threads.submit(one.session.close))
+            calls.finish(one)
 
-        while live:
-            start = time.perf_counter()
-            ended = 0
-            for segment in self.engine.run():
-                ended += 1
-                one = live[segment.handle]
-                outcome = self._turn(one, segment)
-                if isinstance(outcome, EndReason):
-                    finish(one, outcome)
-                elif isinstance(outcome, Code):
-                    calls.append((one, outcome.text, self._threads.submit(self._execute, one, outcome.text)))
-                elif not self._append(one, outcome):
-                    finish(one, EndReason.OVER_LENGTH)
-            self.seconds["generate"] += time.perf_counter() - start
-            if live and not ended and not calls:
-                raise RuntimeError(f"{len(live)} trajectories wait and none can run: the engine has no slot for them")
-            start = time.perf_counter()
-            ready, calls = calls, []
-            for one, code, future in ready:
-                reason = self._result(one, code, future)
-                if reason is not None:
-                    finish(one, reason)
-            self.seconds["tools"] += time.perf_counter() - start
-        for future in closing:
-            future.result()
+        with _Calls(self._threads, self.pool.max_sessions, self._execute) as calls:
+            while live:
+                start = time.perf_counter()
+                ended = 0
+                for segment in self.engine.run():
+                    ended += 1
+                    one = live[segment.handle]
+                    outcome = self._turn(one, segment)
+                    if isinstance(outcome, EndReason):
+                        finish(one, outcome)
+                    elif isinstance(outcome, Code):
+                        calls.ask(one, outcome.text)
+                    elif not self._append(one, outcome):
+                        finish(one, EndReason.OVER_LENGTH)
+                self.seconds["generate"] += time.perf_counter() - start
+                start = time.perf_counter()
+                ready = calls.take()
+                if live and not ended and not ready:
+                    raise RuntimeError(
+                        f"{len(live)} trajectories wait and none can run: the engine has no slot for them"
+                    )
+                for one, code, future in ready:
+                    reason = self._result(one, code, future)
+                    if reason is not None:
+                        finish(one, reason)
+                self.seconds["tools"] += time.perf_counter() - start
         groups = [
             [finished[index, sibling] for sibling in range(group_size) if (index, sibling) in finished]
             for index in range(len(records))
         ]
         return Collected(groups, skipped)
 
-    def _turn(self, one: _Live, segment: Segment) -> EndReason | Code | Observation:
+    def _turn(self, one: Live, segment: Segment) -> EndReason | Code | Observation:
         """Books a turn and says what follows: an end, code to run, or an observation to append."""
         one.segments.append(segment)
         one.turns += 1
@@ -198,18 +254,31 @@ class AgentLoop:
             return self.protocol.notice(TOOL_OFF, closed)
         return action
 
-    def _execute(self, one: _Live, code: str) -> tuple[Result, float]:
+    def _execute(self, one: Live, code: str, stop: threading.Event) -> tuple[Result, float]:
+        """Run code in the trajectory's session; where the sandbox fails, once more in a rebuilt one."""
         start = time.perf_counter()
-        if one.session is None:
-            one.session = self.pool.session(seed=one.seed % 2**32, images=one.prompt.session_images)
         names = [f"image_clue_{one.shown + k}" for k in range(self.config.max_images)]
-        result = one.session.run(code, bind=names if self.config.bind_figures else ())
-        return result, time.perf_counter() - start
+        for last in (False, True):
+            try:
+                if one.session is None:
+                    one.session = self.pool.session(seed=one.seed % 2**32, images=one.prompt.session_images)
+                one.session.recover()
+                result = one.session.run(code, bind=names if self.config.bind_figures else (), cancel=stop)
+                return result, time.perf_counter() - start
+            except SandboxUnavailable:
+                raise
+            except SandboxError as error:
+                if last:
+                    raise
+                log.warning("a tool call of %s is tried again in a rebuilt session: %s", one.record.id, error)
+        raise AssertionError("unreachable")
 
-    def _result(self, one: _Live, code: str, future: Future[tuple[Result, float]]) -> EndReason | None:
+    def _result(self, one: Live, code: str, future: Future[tuple[Result, float]]) -> EndReason | None:
         """Hands a tool result to its trajectory; the reason if that ends it."""
         try:
             result, seconds = future.result()
+        except SandboxUnavailable:  # no code of a policy runs at all
+            raise
         except SandboxError as error:
             one.calls.append(ToolCall(code, {"status": "infrastructure", "error": {"message": str(error)}}, 0.0))
             return EndReason.INFRASTRUCTURE
@@ -227,7 +296,7 @@ class AgentLoop:
         one.shown += len(result.images)
         return None
 
-    def _append(self, one: _Live, observation: Observation) -> bool:
+    def _append(self, one: Live, observation: Observation) -> bool:
         """Text, placeholders and pixels together, or nothing where there is no room."""
         if len(observation.ids) > self.engine.room(one.handle):
             return False
@@ -240,7 +309,7 @@ class AgentLoop:
         one.spans.append(Span("observation", start, start + len(observation.ids), one.turns - 1, False))
         return True
 
-    def _trajectory(self, one: _Live, reason: EndReason, prefix: str) -> Trajectory:
+    def _trajectory(self, one: Live, reason: EndReason, prefix: str) -> Trajectory:
         view = self.engine.view(one.handle)
         size = len(view.ids)
 

@@ -60,9 +60,9 @@ def trajectory_example(
     """The learned ids of a rollout, each with one advantage and one weight (`training.losses.token_weights`).
 
     The trainer must score a token under the distribution whose log-probability was recorded. A token drawn at
-    temperature T > 0 is scored at T against `logprobs`. A greedy token, and every token when top-p or top-k cut the
-    distribution (`filtered`), was drawn from one that has no gradient or other support: it is scored at temperature 1
-    against `policy_logprobs`. Either way the ratio of an on-policy step is 1.
+    temperature T > 0 is scored at T against `logprobs`. A greedy token, and every token when filters or a penalty
+    bent the distribution (`filtered`), was drawn from one that has no gradient or other support: it is scored at
+    temperature 1 against `policy_logprobs`. Either way the ratio of an on-policy step is 1.
     """
     learned = trajectory.policy_mask
     tempered = learned & (trajectory.temperatures > 0) & (not filtered)

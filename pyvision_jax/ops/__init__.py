@@ -1,5 +1,6 @@
 """Operations shared by all models; each has one entry point."""
 
+from pyvision_jax.ops._compat import top_values
 from pyvision_jax.ops.attention import Mask, attention, cache_mask, group_mask, key_mask, packed_mask
 from pyvision_jax.ops.linear import linear
 from pyvision_jax.ops.logprobs import token_logprobs
@@ -19,4 +20,5 @@ __all__ = [
     "rms_norm",
     "rotate",
     "token_logprobs",
+    "top_values",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +16,19 @@ from pyvision_jax.data.records import Record
 from pyvision_jax.data.tokenizer import Tokenizer
 from pyvision_jax.models.config import ModelSpec
 from pyvision_jax.rollout.engine import Engine
-from pyvision_sandbox import Policy, SandboxPool
+from pyvision_sandbox import Policy, SandboxPool, SandboxUnavailable
+from pyvision_sandbox.policy import TRUSTED_ONLY
+
+SAMPLED = "landlock"  # the weakest level at which sampled code runs
 
 
-def open_pool(config: SandboxConfig) -> SandboxPool:
-    """The sandbox that a configuration asks for. Raises `SandboxUnavailable` below `config.min_level`."""
+def open_pool(config: SandboxConfig, trusted: bool = False) -> SandboxPool:
+    """The sandbox that a configuration asks for.
+
+    trusted: what it runs was not sampled here, but is replayed from traces that their owner vouches for; then the level
+    `seccomp` will do if `config.min_level` names it. Raises `SandboxUnavailable` below `config.min_level`, and for
+    sampled code below `landlock`, whatever that says.
+    """
     policy = Policy(
         profile=config.profile,
         memory_mb=config.memory_mb,
@@ -27,7 +36,15 @@ def open_pool(config: SandboxConfig) -> SandboxPool:
         max_text=config.max_text,
         max_images=config.max_images,
     )
-    return SandboxPool(policy, min_level=config.min_level, workers=config.workers)
+    if trusted or config.min_level not in TRUSTED_ONLY:
+        return SandboxPool(policy, min_level=config.min_level, workers=config.workers or None)
+    try:
+        return SandboxPool(policy, min_level=SAMPLED, workers=config.workers or None)
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(
+            f"sandbox.min_level={config.min_level} lets trusted traces be replayed, and no more: code that a policy "
+            f"samples runs at level {SAMPLED} or above. {error}"
+        ) from error
 
 
 class Collector:
@@ -79,7 +96,7 @@ class Collector:
         """`tries` rollouts of each record at one temperature (0: greedy), by the run's protocol or another."""
         engine = self._with(params, -1)
         loop = self._make_loop(engine, protocol or self._protocol, protocol_config or self._protocol_config)
-        sampling = SamplingConfig(temperature, None, self._sampling.top_p, self._sampling.top_k)
+        sampling = dataclasses.replace(self._sampling, temperature=temperature, code_temperature=None)
         try:
             return loop.collect(records, group_size=tries, seed=seed, sampling=sampling, prompts=prompts)
         finally:

@@ -171,13 +171,13 @@ def run(config: DemoConfig, *, say: Callable[[str], None] = print) -> dict[str, 
         yield
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
-    with timed("warmup"):
-        params = _initial(config, spec, tokens, processor)
     parts = {"model_spec": spec, "tokenizer": tokens, "processor": processor}
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(open_pool(config.rl.sandbox))
         run_dir.write_sandbox(pool.report.to_dict())
         say(f"sandbox: {pool.report.summary}")
+        with timed("warmup"):
+            params = _initial(config, spec, tokens, processor)
         collector = Collector(
             **parts,
             protocol=protocol,

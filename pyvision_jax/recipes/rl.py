@@ -231,7 +231,6 @@ def _examples(
     counts = np.array([int(trajectory.policy_mask.sum()) for _, trajectory, _ in members])
     numbers = np.array([number for number, _, _ in members])
     weights, divisor = token_weights(counts, numbers, cfg.algorithm.loss_aggregation, cfg.rollout.max_length)
-    filtered = cfg.sampling.top_p < 1.0 or cfg.sampling.top_k > 0
     examples = [
         trajectory_example(
             trajectory,
@@ -239,7 +238,7 @@ def _examples(
             weight=float(weight),
             images=[images.get(name) for name in trajectory.images],
             image_token=image_token,
-            filtered=filtered,
+            filtered=cfg.sampling.filtered,
         )
         for (_, trajectory, advantage), weight in zip(members, weights, strict=True)
     ]

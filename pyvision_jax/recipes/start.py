@@ -109,8 +109,8 @@ def start_rl(
         say(line)
     if dry:
         return Path(config.run_dir)
-    mesh = build_mesh(config.mesh, config.packing.rows)
     with _one_line(), open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
+        mesh = build_mesh(config.mesh, config.packing.rows)
         run_dir = _open(config, records, resume, replace)
         run_dir.write_sandbox(pool.report.to_dict())
         done = _done(run_dir, resume, say)

@@ -172,6 +172,8 @@ class TrajectoryWriter:
             arrays["entropies"] = np.asarray(trajectory.entropies)
             mask = trajectory.policy_mask
             entropy = float(arrays["entropies"][mask].mean()) if mask.any() else None
+        if trajectory.top_entropies is not None:
+            arrays["top_entropies"] = np.asarray(trajectory.top_entropies)
         reference = job.references.get(trajectory.record_id)
         return {
             "format": reader.FORMAT,
@@ -240,6 +242,7 @@ def _trajectory(stored: reader.StoredTrajectory) -> Trajectory:
         spans=[Span(s["kind"], s["start"], s["end"], s["turn"], s["learn"]) for s in stored.spans],
         **{name: arrays[name] for name in ARRAYS},
         entropies=arrays.get("entropies"),
+        top_entropies=arrays.get("top_entropies"),
         images=stored.images,
         image_grids=stored.image_grids,
         videos=stored.videos,

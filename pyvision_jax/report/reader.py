@@ -152,7 +152,8 @@ class StoredTrajectory:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """ids, logprobs, policy_logprobs, states, temperatures, versions [T], positions [3, T], maybe entropies [T]."""
+        """ids, logprobs, policy_logprobs, states, temperatures, versions [T], positions [3, T], maybe entropies and
+        top_entropies [T]."""
         return decode_arrays(self.packed)
 
     @classmethod

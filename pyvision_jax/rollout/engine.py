@@ -24,17 +24,17 @@ from pyvision_jax.models.config import ModelSpec
 from pyvision_jax.models.positions import mrope_positions
 from pyvision_jax.rollout.cache import Slots, bucket_of
 from pyvision_jax.rollout.fill import Filler, Item
-from pyvision_jax.rollout.repetition import Repetition
+from pyvision_jax.rollout.repetition import Repetition, Watch, catch_up
 from pyvision_jax.rollout.requests import Handle, Prefix, Request, Row, Segment, Stop, View, mixed_seed
-from pyvision_jax.rollout.step import Control, Tables, decode, unpack
+from pyvision_jax.rollout.sampling import Filters, add_ids, no_ids
+from pyvision_jax.rollout.step import FIELDS, Control, Tables, decode, fields, unpack
 from pyvision_jax.rollout.tags import Tag, TagAutomaton
 
 
 class Engine:
     """Samples trajectories from one set of weights on this host's devices, outside any `jax.set_mesh` of the trainer.
 
-    `repetition` stops a turn that repeats itself, looked at after every chunk. `prefill_tokens` bounds rows x ids of
-    one prefill program (at least the largest bucket).
+    `prefill_tokens` bounds rows x ids of one prefill program (at least the largest bucket).
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class Engine:
         processor: ImageProcessor,
         *,
         version: int = 0,
-        repetition: Repetition | None = None,
         implementation: str = "xla",
         prefill_tokens: int = 1_024,
     ):
@@ -56,7 +55,8 @@ class Engine:
         if tokenizer.vocab_size > size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model only {size}")
         self.cfg, self.rollout, self.sampling = cfg, rollout, sampling
-        self.version, self.repetition, self.implementation = version, repetition, implementation
+        self.version, self.implementation = version, implementation
+        self.filters, self.repetition = Filters.of(sampling), Repetition.of(rollout.repetition)
         ends = {tokenizer.im_end: "im_end", tokenizer.endoftext: "endoftext"}
         token_bytes = [tokenizer.bytes_of(token) for token in range(tokenizer.vocab_size)]
         self.automaton = TagAutomaton.build(token_bytes, tags, ends, [tokenizer.im_start], size)
@@ -66,6 +66,8 @@ class Engine:
         self._filler = Filler(params, cfg, rollout, processor, implementation, prefill_tokens)
         self._slots = Slots(rollout.slots)
         self._temperature = np.ones((rollout.slots, len(self.automaton.regions)), np.float32)
+        self._watch = self.repetition and Watch.empty(self.repetition, rollout.slots, rollout.max_length)
+        self._seen = no_ids(rollout.slots, size) if self.filters.repetition_penalty != 1 else None
         self._rows: dict[Handle, Row] = {}
         self._queue: deque[Row] = deque()  # rows that want a slot, first come first served
         self._done: deque[Segment] = deque()  # segments not handed out yet
@@ -77,8 +79,11 @@ class Engine:
     def submit(self, request: Request) -> list[Handle]:
         """Queue the siblings of a request. Raises ValueError for ids or pictures that cannot be run."""
         sampling = request.sampling or self.sampling
-        if (sampling.top_p, sampling.top_k) != (self.sampling.top_p, self.sampling.top_k):
-            raise ValueError("a request cannot change top_p or top_k: they are compiled into the engine's program")
+        if (Filters.of(sampling), sampling.top_entropy) != (self.filters, self.sampling.top_entropy):
+            raise ValueError(
+                "a request can change temperatures; top_p, top_k, min_p, repetition_penalty and top_entropy are "
+                "compiled into the engine's program"
+            )
         seeds = list(request.seeds) if request.seeds is not None else self._seeds(request.seed, request.n)
         if len(seeds) != request.n:
             raise ValueError(f"{len(seeds)} seeds for {request.n} siblings")
@@ -97,6 +102,7 @@ class Engine:
             if rows:  # positions and pictures of the prompt are worked out once
                 row.ids, row.positions, row.images = list(rows[0].ids), list(rows[0].positions), list(rows[0].images)
                 row.next_position, row.turn_start = rows[0].next_position, rows[0].turn_start
+                row.said = rows[0].said
             else:
                 self._append(row, request.ids, request.images)
                 state = self.automaton.prompt_state(request.ids) if request.state is None else request.state
@@ -153,7 +159,8 @@ class Engine:
             next_position=int(positions[0, -1]) + 1,
             state=state,
             turn_start=at,
-            policy=[(begin, states[: at - begin]) for begin, states in parent.policy if begin < at],
+            said=self._said_at(parent, at),
+            policy=[(begin, states[: at - begin], said) for begin, states, said in parent.policy if begin < at],
         )
         self._submitted += 1
         prefix = Prefix(at - 1)
@@ -257,6 +264,7 @@ class Engine:
         row.ids += new.tolist()
         row.positions.append(positions)
         row.next_position, row.turn_start = following, total
+        row.said = total if len(new) else row.said
 
     def _observed(self, state: int, ids: Sequence[int]) -> int:
         if any(token in self.automaton.resets for token in ids):
@@ -267,7 +275,7 @@ class Engine:
         """State in which `ids[at]` was sampled, or would be next."""
         if at == len(row.ids):
             return row.state
-        turns = list(row.policy)
+        turns = [(begin, states) for begin, states, _ in row.policy]
         if row.turn:
             turns.append((row.turn_start, np.concatenate([piece[4] for piece in row.turn])))
         for begin, states in turns:
@@ -276,6 +284,12 @@ class Engine:
             if at == begin + len(states) and len(states):
                 return int(self.automaton.rest[self.automaton.next[states[-1], row.ids[at - 1]]])
         raise ValueError(f"cannot fork at {at}: ids[{at}] was not sampled, and no turn ends there")
+
+    def _said_at(self, row: Row, at: int) -> int:
+        """`Row.said` of a row that goes on at `at`: where the turn began that `ids[at]` belongs to."""
+        if at == len(row.ids) or (row.turn and at >= row.turn_start):
+            return row.said
+        return next((said for begin, states, said in row.policy if begin <= at < begin + len(states)), at)
 
     # -- device work ------------------------------------------------------------------------------------------------
 
@@ -317,34 +331,71 @@ class Engine:
             host["token"][slot], host["state"][slot] = row.ids[-1], row.state
             host["length"][slot], host["delta"][slot] = row.cached, row.next_position - len(row.ids)
             host["left"][slot], host["seed"][slot] = row.left, row.seed
-        control = Control(**host, temperature=jnp.asarray(self._temperature))
-        out = unpack(
-            self._filler.run(
-                decode,
-                ("decode", slots, self.rollout.chunk),
-                control,
-                self._tables,
-                chunk=self.rollout.chunk,
-                top_p=self.sampling.top_p,
-                top_k=self.sampling.top_k,
-            )
+        if self._seen is not None:
+            self._mark(rows, self._seen)
+        if self._watch is not None:
+            self._listen(rows)
+        control = Control(
+            **host,
+            temperature=jnp.asarray(self._temperature),
+            seen=self._seen if self._seen is None else jnp.array(self._seen),
         )
+        out, self._watch = self._filler.run(
+            decode,
+            ("decode", slots, self.rollout.chunk),
+            control,
+            self._tables,
+            self._watch,
+            chunk=self.rollout.chunk,
+            filters=self.filters,
+            top_entropy=self.sampling.top_entropy,
+            repetition=self.repetition,
+        )
+        out = unpack(out, fields(self.sampling.top_entropy, self.repetition))
         counts = (out["id"] >= 0).sum(axis=0)
         self.decode_steps += int(counts.max())
         for row in rows:
             self._book(row, int(counts[row.slot]), {name: values[:, row.slot] for name, values in out.items()})
 
+    def _mark(self, rows: list[Row], seen: np.ndarray) -> None:
+        """Bring the masks of the repetition penalty up to each row's last id."""
+        for row in rows:
+            if not row.marked:
+                seen[row.slot] = 0
+            add_ids(seen[row.slot], np.array(row.ids[row.marked :], np.int64))
+            row.marked = len(row.ids)
+
+    def _listen(self, rows: list[Row]) -> None:
+        """Bring the repetition watch up to the last id of rows that it does not know: a new turn has none yet, one that
+        a fork or a new slot goes on with is heard again."""
+        slots, fresh = self.rollout.slots, [row for row in rows if row.heard != len(row.ids)]
+        if not fresh or self._watch is None:
+            return
+        width = self._watch.past.shape[1]
+        again = any(row.said < len(row.ids) for row in fresh)
+        ids = np.zeros((slots, width if again else 1), np.int32)
+        begin, length, marked = np.zeros(slots, np.int32), np.zeros(slots, np.int32), np.zeros(slots, bool)
+        for row in fresh:
+            turn = row.ids[max(row.said, len(row.ids) - width) :]
+            ids[row.slot, : len(turn)], length[row.slot] = turn, len(turn)
+            begin[row.slot], marked[row.slot] = len(row.ids) - row.said - len(turn), True
+        assert self.repetition is not None
+        self._filler.programs.add(("catch_up", ids.shape))
+        self._watch = catch_up(self._watch, marked, begin, ids, length, rule=self.repetition)
+
     def _book(self, row: Row, n: int, out: dict[str, np.ndarray]) -> None:
-        ids, states, logprobs, policy_logprobs, entropies = (out[name][:n].copy() for name in out)
+        ids, states, logprobs, policy_logprobs, entropies = (out[name][:n].copy() for name in FIELDS)
         temperatures = row.temperature[self.automaton.region[states]]
         versions = np.full(n, self.version, np.int32)
-        row.turn.append((ids, logprobs, policy_logprobs, entropies, states, temperatures, versions))
+        piece = (ids, logprobs, policy_logprobs, entropies, states, temperatures, versions)
+        row.turn.append((*piece, out["top_entropy"][:n].copy()) if "top_entropy" in out else piece)
         row.ids += ids.tolist()
         row.positions.append(
             np.broadcast_to(np.arange(row.next_position, row.next_position + n, dtype=np.int32), (3, n))
         )
         row.next_position += n
         row.cached += n
+        row.heard = len(row.ids)
         state, last = int(self.automaton.next[states[-1], ids[-1]]), int(ids[-1])
         row.state = int(self.automaton.rest[state])
         event, trim = "", 0
@@ -354,14 +405,18 @@ class Engine:
             stop = Stop.END if last in self.automaton.ends else Stop.TAG
         elif row.left <= 0:
             stop = Stop.LENGTH if len(row.ids) >= row.max_length else Stop.TURN_LENGTH
-        elif self.repetition is not None and self.repetition.found(np.array(row.ids[row.turn_start :], np.int64)):
+        elif "repeated" in out and out["repeated"][n - 1]:
             stop = Stop.REPETITION
         else:
             return
         pieces = [np.concatenate(piece) for piece in zip(*row.turn, strict=True)]
-        self._done.append(Segment(row.handle, row.turn_start, *pieces, stop=stop, event=event, trim=trim))
-        row.policy.append((row.turn_start, pieces[4]))
+        top = pieces.pop() if "top_entropy" in out else None
+        self._done.append(
+            Segment(row.handle, row.turn_start, *pieces, stop=stop, event=event, trim=trim, top_entropies=top)
+        )
+        row.policy.append((row.turn_start, pieces[4], row.said))
         row.turn, row.running = [], False
+        row.said, row.heard = len(row.ids), 0  # what comes next is another turn
 
 
 def _words(seed: int) -> tuple[int, int]:

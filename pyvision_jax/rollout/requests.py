@@ -27,8 +27,8 @@ class Request:
     """A prompt from which `n` siblings are sampled; its text, pictures and KV are computed once.
 
     `seeds` are the siblings' own (64 bits each); by default they follow from `seed` and the sibling's index, and from
-    `RolloutConfig.seed`. `sampling` replaces the engine's temperatures (its top_p and top_k are compiled in and must be
-    equal). `state` is the automaton's state after the prompt, by default read off the ids after the last role token.
+    `RolloutConfig.seed`. `sampling` replaces the engine's temperatures (all else is compiled in and must be equal).
+    `state` is the automaton's state after the prompt, by default read off the ids after the last role token.
     """
 
     ids: Sequence[int]
@@ -74,6 +74,7 @@ class Segment:
     stop: Stop
     event: str = ""
     trim: int = 0
+    top_entropies: np.ndarray | None = None  # float32, nats: of the SamplingConfig.top_entropy most likely ids
 
     @property
     def version(self) -> int:
@@ -117,10 +118,15 @@ class Row:
     slot: int = -1  # none
     cached: int = 0
     turn_start: int = 0
-    turn: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)  # pieces: Segment's ids ... versions
-    policy: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)  # (start, states) of finished turns
+    # pieces: Segment's ids ... versions, and top_entropies if they are recorded
+    turn: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    # finished turns: (start, states, said)
+    policy: list[tuple[int, np.ndarray, int]] = dataclasses.field(default_factory=list)
     prefixes: list[Prefix] = dataclasses.field(default_factory=list)  # the newest is the one to copy from
     forks: int = 0
+    said: int = 0  # where the turn begins that the repetition stop looks at; a fork inside a turn goes on with it
+    heard: int = 0  # ids up to which the slot's repetition watch knows that turn; 0: nothing of it
+    marked: int = 0  # ids that stand in the slot's mask for the repetition penalty; 0: the mask is another row's
 
     @property
     def left(self) -> int:

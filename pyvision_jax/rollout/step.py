@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pyvision_jax.data.batch import VisionBatch
 from pyvision_jax.models import qwen2_5_vl as model
 from pyvision_jax.models.config import ModelSpec
-from pyvision_jax.rollout.sampling import row_key, sample
+from pyvision_jax.rollout.repetition import Repetition, Watch, hear
+from pyvision_jax.rollout.sampling import Filters, row_key, sample, with_ids
 
 
 @struct.dataclass
@@ -33,6 +35,7 @@ class Control:
     left: Int[Array, " b"]  # ids that may still be sampled; 0: the slot is idle
     seed: UInt32[Array, "b 2"]
     temperature: Float[Array, "b r"]  # of each region of the automaton
+    seen: UInt32[Array, "b words"] | None = None  # ids of the row so far (rollout.sampling), for a repetition penalty
 
 
 @struct.dataclass
@@ -64,34 +67,48 @@ class Fill:
 
 
 FIELDS = ("id", "state", "logprob", "policy_logprob", "entropy")  # rows of a chunk's output; the floats as their bits
+_INTEGERS = ("id", "state", "repeated")
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "chunk", "top_p", "top_k", "implementation"), donate_argnums=(1,))
+def fields(top_entropy: int = 0, repetition: Repetition | None = None) -> tuple[str, ...]:
+    """Rows of a chunk's output under these switches."""
+    return (*FIELDS, *["top_entropy"] * bool(top_entropy), *["repeated"] * (repetition is not None))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("cfg", "chunk", "filters", "top_entropy", "repetition", "implementation"),
+    donate_argnums=(1, 4),
+)
 def decode(
     params: Any,
     cache: model.KVCache,
     control: Control,
     tables: Tables,
+    watch: Watch | None = None,
     *,
     cfg: ModelSpec,
     chunk: int,
-    top_p: float,
-    top_k: int,
     implementation: str,
-) -> tuple[model.KVCache, Int[Array, "5 chunk b"]]:
-    """Up to `chunk` steps of every slot with ids left; a slot stops at once where the automaton says so.
+    filters: Filters = Filters(),
+    top_entropy: int = 0,
+    repetition: Repetition | None = None,
+) -> tuple[model.KVCache, tuple[Int[Array, "f chunk b"], Watch | None]]:
+    """Up to `chunk` steps of every slot with ids left; a slot stops at once where the automaton says so, and where its
+    turn meets the rule `repetition`, for which `watch` must know the turn so far.
 
-    Returns (cache, out): FIELDS of each step in one int32 array, so that the host reads once; ids of idle steps are -1.
-    The loop ends early when no slot is alive. The key of a sampled id is its row's seed folded with its index: it
-    depends on neither slot nor neighbours.
+    Returns (cache, (out, watch)): `fields` of each step in one int32 array, so that the host reads once; ids of idle
+    steps are -1. The loop ends early when no slot is alive. The key of a sampled id is its row's seed folded with its
+    index: it depends on neither slot nor neighbours.
     """
     text = params.text
+    names = fields(top_entropy, repetition)
 
-    def alive(carry: tuple[Array, Any, Control, Array]) -> Array:
+    def alive(carry: tuple[Array, Any, Control, Any, Array]) -> Array:
         return (carry[0] < chunk) & jnp.any(carry[2].left > 0)
 
-    def step(carry: tuple[Array, Any, Control, Array]) -> tuple[Array, Any, Control, Array]:
-        i, cache, now, out = carry
+    def step(carry: tuple[Array, Any, Control, Any, Array]) -> tuple[Array, Any, Control, Any, Array]:
+        i, cache, now, watch, out = carry
         going = now.left > 0
         x = model.embed(text, now.token[:, None])
         positions = jnp.broadcast_to((now.length + now.delta)[None, :, None], (3, x.shape[0], 1))
@@ -100,23 +117,40 @@ def decode(
         )
         temperature = jnp.take_along_axis(now.temperature, tables.region[now.state][:, None], axis=1)[:, 0]
         keys = jax.vmap(jax.random.fold_in)(row_key(now.seed), now.length + 1)
-        drawn = sample(model.logits(text, hidden[:, 0]), temperature, top_p, top_k, tables.forbidden, keys)
+        logits = model.logits(text, hidden[:, 0])
+        drawn = sample(logits, temperature, filters, tables.forbidden, keys, now.seen, top_entropy)
         state = tables.next[now.state, drawn.ids].astype(jnp.int32)
-        floats = jnp.stack([drawn.logprob, drawn.policy_logprob, drawn.entropy]).astype(jnp.float32)
-        ints = jnp.stack([jnp.where(going, drawn.ids, -1), now.state])
-        out = out.at[:, i].set(jnp.concatenate([ints, jax.lax.bitcast_convert_type(floats, jnp.int32)]))
+        ends = tables.stop[state]
+        row = {
+            "id": jnp.where(going, drawn.ids, -1),
+            "state": now.state,
+            "logprob": drawn.logprob,
+            "policy_logprob": drawn.policy_logprob,
+            "entropy": drawn.entropy,
+            "top_entropy": drawn.top_entropy,
+        }
+        if repetition is not None:
+            watch, repeated = hear(watch, repetition, drawn.ids, going)
+            row["repeated"] = repeated.astype(jnp.int32)
+            ends |= repeated
+        out = out.at[:, i].set(jnp.stack([_bits(row[name]) for name in names]))
         now = dataclasses.replace(
             now,
             token=jnp.where(going, drawn.ids, now.token),
             state=jnp.where(going, state, now.state),
             length=now.length + going,
-            left=jnp.where(going & ~tables.stop[state], now.left - 1, 0),
+            left=jnp.where(going & ~ends, now.left - 1, 0),
+            seen=None if now.seen is None else with_ids(now.seen, drawn.ids),
         )
-        return i + 1, cache, now, out
+        return i + 1, cache, now, watch, out
 
-    out = jnp.full((len(FIELDS), chunk, control.token.shape[0]), -1, jnp.int32)
-    _, cache, _, out = jax.lax.while_loop(alive, step, (jnp.int32(0), cache, control, out))
-    return cache, out
+    out = jnp.full((len(names), chunk, control.token.shape[0]), -1, jnp.int32)
+    _, cache, _, watch, out = jax.lax.while_loop(alive, step, (jnp.int32(0), cache, control, watch, out))
+    return cache, (out, watch)
+
+
+def _bits(x: Array) -> Int[Array, " b"]:
+    return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "implementation"), donate_argnums=(1,))
@@ -157,7 +191,7 @@ def encode(
     return features.at[target].set(tokens[index].astype(features.dtype), mode="drop")
 
 
-def unpack(out: Array) -> dict[str, np.ndarray]:
-    """The one read of a chunk: arrays [chunk, b] by the names in FIELDS."""
+def unpack(out: Array, names: Sequence[str] = FIELDS) -> dict[str, np.ndarray]:
+    """The one read of a chunk: arrays [chunk, b] by name (`fields`)."""
     host = np.asarray(out)
-    return {name: host[i] if i < 2 else host[i].view(np.float32) for i, name in enumerate(FIELDS)}
+    return {name: rows if name in _INTEGERS else rows.view(np.float32) for name, rows in zip(names, host, strict=True)}

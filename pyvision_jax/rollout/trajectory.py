@@ -54,8 +54,9 @@ class ToolCall:
 class Trajectory:
     """One rollout. Arrays run over all T ids; entries outside policy spans are 0 (states: the automaton's state there).
 
-    `logprobs` are of the distribution sampled from (temperature, filters, forbidden ids); `policy_logprobs` of the same
-    logits at temperature 1 without filters (forbidden ids masked all the same).
+    `logprobs` are of the distribution sampled from (temperature, filters, penalty, forbidden ids); `policy_logprobs` of
+    the same logits at temperature 1 without filters and penalty (forbidden ids masked all the same), and so are the
+    entropies (nats; `top_entropies` are the parts that the most likely ids hold).
     """
 
     id: str
@@ -72,6 +73,7 @@ class Trajectory:
     image_grids: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (t, h, w) patches
     videos: list[str] = dataclasses.field(default_factory=list)
     entropies: np.ndarray | None = None
+    top_entropies: np.ndarray | None = None
     calls: list[ToolCall] = dataclasses.field(default_factory=list)
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     end_reason: EndReason | None = None

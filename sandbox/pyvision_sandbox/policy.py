@@ -1,20 +1,12 @@
 """What a pool is asked for (`Policy`), what it found out about the machine (`Report`), and the errors it raises."""
 
 import dataclasses
-import platform
 from typing import Any
 
+from .profiles import PROFILES
+
 LEVELS = ("none", "seccomp", "landlock", "namespaces")  # weakest first
-PROFILES: dict[str, tuple[str, ...]] = {
-    "numpy_pil": ("numpy", "PIL"),
-    "vision": ("numpy", "PIL", "matplotlib"),
-}
-# What each level adds to the one before: named when it is asked for and missing.
-_ADDED_BY_LEVEL = {
-    "seccomp": "a seccomp system-call filter",
-    "landlock": "Landlock file rules",
-    "namespaces": "user, pid, mount and network namespaces",
-}
+TRUSTED_ONLY = ("none", "seccomp")  # sampled code never runs at these: it could read the files of this user
 
 
 class SandboxError(RuntimeError):
@@ -22,7 +14,22 @@ class SandboxError(RuntimeError):
 
 
 class SandboxUnavailable(SandboxError):
-    """The level of isolation that was asked for cannot be had here; the message names what is missing."""
+    """The isolation that was asked for cannot be had here; the message names what is missing and what helps."""
+
+
+class LevelUnavailable(SandboxUnavailable):
+    """This machine, as it is set up, cannot do `level`: `mechanism` failed, because of `why`.
+
+    mechanism: a key of `levels.REMEDIES`, or free text. Raised by a server that cannot start, and where a probe failed.
+    """
+
+    def __init__(self, level: str, mechanism: str, why: str):
+        super().__init__(f"{level}: {mechanism}: {why}")
+        self.level, self.mechanism, self.why = level, mechanism, why
+
+
+class BranchUnsafe(SandboxError):
+    """This session cannot be cloned as it is: it has threads, or this machine has no way to let one fork through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +39,9 @@ class Policy:
     Raises ValueError for a limit that is too small or a profile that does not exist.
     """
 
-    profile: str = "vision"  # what is imported before the session starts: see PROFILES
+    profile: str = "vision"  # which packages a session sees and has imported when it starts: profiles.PROFILES
     memory_mb: int = 512  # address space beyond what the preloaded process has mapped already
-    tmp_mb: int = 64  # the largest file that a session may write
+    tmp_mb: int = 64  # all files of a session together
     cell_timeout: float = 10.0  # after this the cell gets a KeyboardInterrupt and the state is kept
     grace: float = 1.0  # after this much more it is killed
     session_cpu: int = 600  # CPU seconds of one session over all its cells
@@ -46,6 +53,9 @@ class Policy:
     max_code: int = 1_000_000  # bytes of UTF-8 of one cell
     restart: bool = True  # after a session died the next run starts a fresh one and says so
     freeze: bool = True  # sessions are stopped between cells, so threads left behind take no CPU
+    allow_exec: bool = False  # the code may start programs; they are confined as it is
+    allow_fork: bool = False  # it may fork; memory_mb is then a limit for each process, and there is no live branch
+    threads: int = 64  # of one session; its processes count as well
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
@@ -64,63 +74,93 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
+    """One thing that confines a session; `why` says with which figures it is on, or what keeps it off."""
+
     name: str
     on: bool
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
+class Probe:
+    """What one attempt inside a real session came to.
+
+    held: the attempt was refused (or, where the probe asks for something that must work, it worked). required: the
+    level promises that; a level of which a required probe failed is not used. ms: what the attempt took.
+    """
+
+    name: str
+    held: bool
+    what: str
+    required: bool = True
+    ms: float = 0.0
+
+    @property
+    def mark(self) -> str:
+        return "held" if self.held else "FAILED" if self.required else "open"
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
-    """What confines the sessions of a pool, as established at its start. Goes into a run's metadata by `to_dict`."""
+    """What confines the sessions of a pool, as tried at its start. `to_dict` goes into a run's metadata.
+
+    refused: stronger levels that were tried first -> why this machine cannot do them, and what would help.
+    missing_modules: optional ones of the profile that are not installed. landlock_abi: 0 where there is none.
+    """
 
     level: str
     mechanisms: tuple[Mechanism, ...]
+    probes: tuple[Probe, ...]
     profile: str
+    missing_modules: tuple[str, ...]
     kernel: str
+    landlock_abi: int
     python: str
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def held(self) -> bool:
+        """Every probe that this level promises held."""
+        return all(probe.held for probe in self.probes if probe.required)
 
     @property
     def summary(self) -> str:
-        return f"isolation: {self.level}; rlimits only" if self.level == "none" else f"isolation: {self.level}"
+        """One line for a log."""
+        if self.level == "none":
+            return "isolation: none; rlimits only"
+        promised = [probe for probe in self.probes if probe.required]
+        refused = f" ({', '.join(self.refused)} refused)" if self.refused else ""
+        return f"isolation: {self.level}{refused}; {sum(p.held for p in promised)} of {len(promised)} probes held"
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "summary": self.summary}
+        """Plain data: dicts, lists, strings, numbers."""
+        return {
+            **dataclasses.asdict(self),
+            "mechanisms": [dataclasses.asdict(m) for m in self.mechanisms],
+            "probes": [dataclasses.asdict(p) for p in self.probes],
+            "missing_modules": list(self.missing_modules),
+            "summary": self.summary,
+        }
 
     def __str__(self) -> str:
-        lines = [self.summary, f"  profile {self.profile}, Python {self.python}, kernel {self.kernel}"]
+        landlock = f"ABI {self.landlock_abi}" if self.landlock_abi else "none"
+        lines = [
+            f"isolation: {self.level}",
+            f"  profile {self.profile}, Python {self.python}, kernel {self.kernel}, Landlock {landlock}",
+        ]
+        if self.missing_modules:
+            lines.append(f"  not installed, so not importable in a session: {', '.join(self.missing_modules)}")
+        lines += [f"  refused: {level}: {why}" for level, why in self.refused.items()]
         lines += [f"  [{'yes' if m.on else ' no'}] {m.name}: {m.why}" for m in self.mechanisms]
-        if self.level == "none":
-            lines.append(
-                "  WARNING: the code can read this user's files, use the network and signal this user's processes. "
-                "Run only code from policies and traces that you would run yourself."
-            )
+        lines += [f"  [{p.mark}] {p.name}: {p.what} ({p.ms:.1f} ms)" for p in self.probes]
+        if self.level in TRUSTED_ONLY:
+            lines.append(f"  {WARNINGS[self.level]}")
         return "\n".join(lines)
 
 
-def probe(policy: Policy, min_level: str) -> Report:
-    """The report of this machine. Raises SandboxUnavailable if it falls short of `min_level`."""
-    if min_level not in LEVELS:
-        raise ValueError(f"sandbox level {min_level!r} does not exist; there are {', '.join(LEVELS)}")
-    if platform.system() != "Linux":
-        raise SandboxUnavailable(f"the sandbox needs Linux (fork server, rlimits), this is {platform.system()}")
-    reached = "none"
-    missing = [_ADDED_BY_LEVEL[level] for level in LEVELS[1 : LEVELS.index(min_level) + 1]]
-    if missing:
-        raise SandboxUnavailable(
-            f"min_level={min_level!r} was asked for, but this runner reaches only {reached!r}: "
-            f"missing {', '.join(missing)}. It confines by processes and rlimits alone; min_level='none' accepts that."
-        )
-    mechanisms = (
-        Mechanism("process", True, "one for each session, forked from a fresh server, never from the caller"),
-        Mechanism(
-            "rlimits", True, f"memory +{policy.memory_mb} MiB, file {policy.tmp_mb} MiB, CPU {policy.session_cpu} s"
-        ),
-        Mechanism("wall limit", True, f"interrupt after {policy.cell_timeout:g} s, kill after {policy.grace:g} s more"),
-        Mechanism("environment", True, "fixed variables; no descriptor and no secret of the caller is inherited"),
-        Mechanism("process group", True, "what a session started is killed with it"),
-        Mechanism("seccomp", False, "not in this runner: every system call is allowed"),
-        Mechanism("landlock", False, "not in this runner: files of this user can be read and written"),
-        Mechanism("namespaces", False, "not in this runner: network and other processes can be reached"),
-        Mechanism("capabilities", False, "not in this runner: the sessions keep this user's rights"),
-    )
-    return Report(reached, mechanisms, policy.profile, platform.release(), platform.python_version())
+WARNINGS = {
+    "none": "WARNING: nothing but rlimits. The code can read and write this user's files, use the network and signal "
+    "this user's processes: run only code that you would run yourself.",
+    "seccomp": "WARNING: the code can read and write this user's files. Only trusted replay runs at this level, no "
+    "sampled code.",
+}

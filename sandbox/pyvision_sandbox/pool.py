@@ -1,91 +1,175 @@
-"""`SandboxPool` and `Session`: what callers use. Thread-safe; every outcome of code is a typed `Result`."""
+"""`SandboxPool`: what callers use. Starts sessions, some ahead of their use, and bounds what runs and what lives.
 
-import keyword
+A host is sized by three numbers. `workers`: lanes, cells that run at a time, by default the cores of this process;
+others wait, outside their own time limit. `max_sessions`: sessions alive, by default as many as fit into three quarters
+of the free memory at 16 MiB each and into the descriptors of this process at 4 each; `session` waits for a place.
+`warm`: processes started ahead, beyond those.
+"""
+
+import collections
+import contextlib
+import itertools
 import logging
-import signal
+import os
+import resource
+import select
+import subprocess
 import threading
-import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
-import numpy as np
-from PIL import Image
-
-from . import wire
-from .policy import Policy, Report, SandboxError, probe
+from . import levels
+from .metrics import Metrics, memory
+from .policy import TRUSTED_ONLY, Policy, SandboxError, SandboxUnavailable
 from .process import Process, Zygote
-from .result import Result, Usage
+from .session import Host, Session, hand_over
+from .wire import Inputs
 
 log = logging.getLogger(__name__)
-_INPUT_LIMIT = 60.0  # seconds to hand over the input pictures
-_EXIT_WAIT = 1.0  # seconds between the end of a session's socket and the news of its end
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+
+_SESSION_BYTES = 16 << 20  # of an idle session with some pictures and arrays
+_SESSION_FDS = 4  # socket, pidfd, notification, one more while it branches
+_OWN_FDS = 256  # left to the rest of this process
+_DYING = 0.2  # seconds for a server that does not answer to be gone
+_RETRY = 1.0  # seconds until another warm process is tried, and between two looks whether they live
 
 
-def _pixels(name: str, image: Any) -> np.ndarray:
-    """A picture as uint8 [h, w, c] with c in 1, 3, 4. Raises ValueError naming it."""
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"the picture name {name!r} is no Python variable name")
-    if isinstance(image, Image.Image):
-        image = np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
-        raise ValueError(f"the picture {name!r} is neither a PIL image nor a uint8 array: {type(image).__name__}")
-    shaped = image[..., None] if image.ndim == 2 else image
-    if shaped.ndim != 3 or shaped.shape[2] not in (1, 3, 4) or not shaped.size:
-        raise ValueError(f"the picture {name!r} has shape {image.shape}; [h, w], [h, w, 3] or [h, w, 4] is needed")
-    return np.ascontiguousarray(shaped)
+class SandboxPool(Host):
+    """Starts sessions at the strongest level of isolation that this machine offers; `report` says which and why.
 
-
-class SandboxPool:
-    """Starts sessions from one preloaded server process.
-
-    policy: limits of each session. min_level: weakest isolation to accept, one of `policy.LEVELS`; below it
-    SandboxUnavailable is raised. workers: cells that may run at the same time; others wait, and their wait does not
-    count against their own limit. `report` says what confines the sessions.
+    policy: limits of each session. min_level, max_level: weakest level to accept and strongest to try, of
+    `policy.LEVELS`; below `min_level` SandboxUnavailable is raised. zygotes: server processes; more than one start
+    sessions faster on a host with many cores. unsafe: allows the level `none`, for tests. The rest: see the module.
     """
 
-    def __init__(self, policy: Policy | None = None, min_level: str = "none", workers: int = 8):
-        if workers < 1:
-            raise ValueError(f"a pool needs at least one worker, not {workers}")
-        self.policy = policy or Policy()
-        self.report: Report = probe(self.policy, min_level)
-        if self.report.level == "none":
-            log.warning("sandbox %s: run only code that you would run yourself", self.report.summary)
-        self._lanes = threading.Semaphore(workers)
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        min_level: str = "landlock",
+        workers: int | None = None,
+        *,
+        max_level: str = "namespaces",
+        warm: int = 0,
+        zygotes: int = 1,
+        max_sessions: int | None = None,
+        unsafe: bool = False,
+    ):
+        policy = policy or Policy()
+        workers = cores() if workers is None else workers
+        for name, n, least in (("worker", workers, 1), ("zygote", zygotes, 1), ("warm", warm, 0)):
+            if n < least:
+                raise ValueError(f"a pool needs {name} >= {least}, not {n}")
+        self.max_sessions = _room(workers, warm) if max_sessions is None else max_sessions
+        if self.max_sessions < 1:
+            raise ValueError(f"a pool needs max_sessions >= 1, not {self.max_sessions}")
+        self.workers, self.unsafe = workers, unsafe
+        _allow_descriptors(self.max_sessions + warm)
+        zygote, self.report = levels.open_level(policy, min_level, max_level, unsafe)
+        super().__init__(policy, self.report.level, workers)
+        self._zygotes = [zygote, *(Zygote(policy, self.level) for _ in range(zygotes - 1))]
+        self._finalizer = weakref.finalize(self, _close_servers, self._zygotes)  # also at interpreter exit
+        self._numbers, self._turns = itertools.count(1), itertools.count()
+        self._servers = threading.Lock()  # guards the two lines above
+        self._changed = threading.Condition()  # guards what follows
         self._sessions: set[Session] = set()
-        self._count = 0
-        self._closed = False
-        self._zygote = Zygote(self.policy)
-        self._finalizer = weakref.finalize(self, Zygote.close, self._zygote)  # also at interpreter exit
+        self._places, self._waiting = self.max_sessions, 0
+        self._warm: collections.deque[Process] = collections.deque()
+        self._forks = [0, 0]  # asked and refused at servers that have ended
+        self._scope = threading.local()
+        self._want_warm = warm
+        self._filler = threading.Thread(target=self._fill, name="sandbox-warm", daemon=True)
+        if warm:
+            self._filler.start()
 
-    def session(self, seed: int | None = None, images: Mapping[str, Any] | None = None) -> "Session":
-        """Start a session whose variables hold `images` as PIL images.
+    def session(
+        self,
+        seed: int | None = None,
+        images: Mapping[str, Any] | None = None,
+        videos: Mapping[str, bytes | str | os.PathLike[str]] | None = None,
+        trusted: bool = False,
+    ) -> Session:
+        """Start a session whose variables hold `images` as PIL images and `videos` as readers. Waits for a place.
 
-        seed: of `random` and `numpy.random`; None draws from the operating system. images: name -> PIL image, or uint8
-        array [h, w], [h, w, 3] or [h, w, 4]. Raises ValueError for a bad name or picture, SandboxError if no process
-        can be started.
+        seed: of `random` and `numpy.random`; None draws one. images: name -> PIL image, or uint8 array [h, w],
+        [h, w, 3] or [h, w, 4]. videos: name -> path or bytes of a video file; one that cannot be read is told where it
+        is used. trusted: the code was not sampled from a policy; below level `landlock` only such code runs. Raises
+        ValueError for a bad name or picture, SandboxUnavailable, SandboxError if no process can be started.
         """
-        inputs = {name: _pixels(name, image) for name, image in (images or {}).items()}
-        session = Session(self, seed, inputs)
-        with self._lock:
-            if not self._closed:
-                self._sessions.add(session)
-                return session
-        session.close()
-        raise SandboxError("the pool is closed")
+        if self.level in TRUSTED_ONLY and not trusted and not self.unsafe:
+            raise SandboxUnavailable(
+                f"at level {self.level!r} the code can read this user's files: sampled code does not run; for trusted "
+                "replay there is session(trusted=True)"
+            )
+        inputs = Inputs.make(seed, images, videos)
+        self.enter()
+        try:
+            return Session(self, inputs).begin()
+        except BaseException:
+            self.leave()
+            raise
+
+    def map(self, fn: Callable[[Task], Done], tasks: Iterable[Task], lanes: int | None = None) -> list[Done]:
+        """`[fn(task) for task in tasks]` in that order, `lanes` at a time (default: `workers`) in threads.
+
+        A task is taken from `tasks` only when a lane is free for it. At the first exception no further task begins,
+        cells that others of this call still run are cancelled, and the exception is raised when all have returned.
+        """
+        lanes = self.workers if lanes is None else lanes
+        stop = threading.Event()
+        done: list[Future[Done]] = []
+        with ThreadPoolExecutor(lanes, "sandbox-map", self._enter_scope, (stop,)) as threads:
+            try:
+                running: set[Future[Done]] = set()
+                for task in tasks:
+                    done.append(threads.submit(fn, task))
+                    running.add(done[-1])
+                    if len(running) >= lanes:
+                        running = _first_of(running)
+                wait(running, return_when=FIRST_EXCEPTION)
+                for future in running:
+                    if future.done():
+                        future.result()
+            except BaseException:
+                stop.set()
+                threads.shutdown(cancel_futures=True)
+                raise
+        return [future.result() for future in done]
+
+    def metrics(self) -> Metrics:
+        """Figures since the pool was made; `.flat()` for a metrics log."""
+        with self._changed:
+            sessions, waiting, warm = list(self._sessions), self._waiting, list(self._warm)
+        processes = [p for p in (*(s.process for s in sessions), *warm) if p is not None]
+        with self._servers:
+            gates = [zygote.gate for zygote in self._zygotes]
+            servers = [zygote.process.pid for zygote in self._zygotes]
+            asked, refused = self._forks
+        asked += sum(gate.asked for gate in gates)
+        refused += sum(gate.asked - gate.allowed for gate in gates)
+        (own, own_kind), (theirs, kind) = memory(servers), memory([p.pid for p in processes])
+        return self.recorder.metrics(
+            sessions=len(sessions), waiting=waiting, warm=len(warm), memory_mb=own + theirs,
+            memory_is="pss" if own_kind == kind == "pss" else "rss", forks_asked=asked, forks_refused=refused,
+        )  # fmt: skip
 
     def close(self) -> None:
-        """End every session and the server. Cells that still run end as `cancelled`. May be repeated."""
-        with self._lock:
-            self._closed = True
+        """End every session and the servers. Cells that still run end as `cancelled`. May be repeated."""
+        with self._changed:
+            self.closed = True
             sessions = list(self._sessions)
+            self._changed.notify_all()
+        if self._filler.is_alive():
+            self._filler.join()
+        for process in self._warm:
+            process.close()
+        self._warm.clear()
         for session in sessions:
             session.close()
-        with self._lock:
-            zygote = self._zygote
-        self._finalizer.detach()
-        zygote.close()
+        self._finalizer()
 
     def __enter__(self) -> "SandboxPool":
         return self
@@ -93,212 +177,169 @@ class SandboxPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(self) -> Process:
-        """A fresh process, from a fresh server if the last one has died."""
-        with self._lock:
-            if self._closed:
-                raise SandboxError("the pool is closed")
-            if not self._zygote.alive:
-                log.warning("the sandbox server had ended (%s); a new one is started", self._zygote.last_words())
-                self._finalizer.detach()
-                self._zygote.close()  # its sessions died with it; its files go now
-                self._zygote = Zygote(self.policy)
-                self._finalizer = weakref.finalize(self, Zygote.close, self._zygote)
-            zygote = self._zygote
-            self._count += 1
-            n = self._count
-        zygote.wait_ready()
-        return Process(zygote, n)
+    # ------------------------------------------------------------------------------------------------ as a host
+    def enter(self) -> None:
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: self._places > 0 or self.closed)
+            finally:
+                self._waiting -= 1
+            self._check_open()
+            self._places -= 1
 
+    def leave(self) -> None:
+        with self._changed:
+            self._places += 1
+            self._changed.notify_all()
 
-class Session:
-    """One Python process whose variables live until `close`. Made by `SandboxPool.session`; one cell runs at a time."""
+    def register(self, session: Session, known: bool) -> None:
+        with self._changed:
+            if not known:
+                self._sessions.discard(session)
+                return
+            self._check_open()
+            self._sessions.add(session)
 
-    def __init__(self, pool: SandboxPool, seed: int | None, inputs: dict[str, np.ndarray]):
-        self._pool, self._seed, self._inputs = pool, seed, inputs
-        self._lock = threading.Lock()
-        self._closed = False
-        self._infrastructure: str | None = None  # why the session is lost for good
-        self._death = ""
-        self._process: Process | None = None
-        self._begin()
+    def stop(self) -> threading.Event | None:
+        return vars(self._scope).get("stop")
 
-    @property
-    def alive(self) -> bool:
-        return self._process is not None
-
-    def run(self, code: str, timeout: float | None = None, bind: Sequence[str] = ()) -> Result:
-        """Run one cell. Never raises for what the code did; SandboxError if the sandbox itself failed.
-
-        timeout: seconds instead of the policy's. bind: names under which returned pictures become variables, in order.
-        """
-        for name in bind:
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise ValueError(f"the name {name!r} is no Python variable name")
-        start = time.monotonic()
-        with self._lock, self._pool._lanes:
-            queued = time.monotonic() - start
-            result = self._run(code, self._pool.policy.cell_timeout if timeout is None else timeout, list(bind))
-            result.usage.queue_s = queued
-            result.level = self._pool.report.level
-            return result
-
-    def close(self) -> None:
-        """End the session's process, all that it started, and its files. A cell that still runs ends as `cancelled`."""
-        self._closed = True
-        process = self._process
+    def start(self) -> Process:
+        with self._changed:
+            self._check_open()
+            process = self._take_warm()
+            self._changed.notify_all()
         if process is not None:
-            process.send_signal(signal.SIGKILL)
-        with self._lock:
-            self._end("closed")
-        with self._pool._lock:
-            self._pool._sessions.discard(self)
+            self.recorder.count("warm_hits")
+            return process
+        return self._start_cold()
 
-    def __enter__(self) -> "Session":
-        return self
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SandboxError("the pool is closed")
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _enter_scope(self, stop: threading.Event) -> None:
+        self._scope.stop = stop
 
-    # ------------------------------------------------------------------------------------------------ the process
-    def _begin(self) -> None:
-        process = self._pool._start()
-        nonce = wire.new_nonce()
-        shapes = [{"name": name, "shape": list(a.shape)} for name, a in self._inputs.items()]
-        header = {"op": "inputs", "nonce": nonce, "images": shapes, "seed": self._seed}
-        deadline = time.monotonic() + _INPUT_LIMIT
+    # ------------------------------------------------------------------------------------------------ processes
+    def _start_cold(self) -> Process:
+        """From a fresh server if its own has died."""
+        zygote, n = self._server()
         try:
-            parts = (wire.pack(header), *(a.data for a in self._inputs.values()))
-            wire.send(process.sock, process.status_fd, parts, deadline)
-            reader = wire.Reader(process.sock, process.status_fd, deadline, deadline, lambda: None)
-            wire.check_nonce(reader.message(self._pool.policy.max_header), nonce)
-        except (wire.Silent, wire.Gone, wire.ProtocolError) as e:
-            process.close()
-            raise SandboxError(
-                f"a session could not be started: {e or 'it does not answer'}, {process.describe_exit()}"
-            ) from e
-        except BaseException:
-            process.close()
+            zygote.wait_ready()
+            return Process(zygote, n)
+        except OSError as e:  # no descriptors, no memory
+            raise SandboxError(f"a session could not be started: {e}") from e
+        except SandboxError:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its socket may close a moment before it is dead
+                zygote.process.wait(_DYING)
             raise
-        self._process = process
 
-    def _end(self, why: str) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            self._death = why
+    def _server(self) -> tuple[Zygote, int]:
+        """The server whose turn it is and a number for its next session."""
+        with self._servers:
+            self._check_open()
+            place = next(self._turns) % len(self._zygotes)
+            zygote = self._zygotes[place]
+            if not zygote.alive:
+                log.warning("a sandbox server had ended (%s); a new one is started", zygote.last_words())
+                self._forks[0] += zygote.gate.asked
+                self._forks[1] += zygote.gate.asked - zygote.gate.allowed
+                zygote.close()  # its sessions died with it; its files go now
+                self._zygotes[place] = zygote = Zygote(self.policy, self.level)
+            return zygote, next(self._numbers)
+
+    def _take_warm(self) -> Process | None:
+        while self._warm:
+            process = self._warm.popleft()
+            if not _ended(process):
+                return process
             process.close()
+        return None
 
-    def _run(self, code: str, timeout: float, bind: list[str]) -> Result:
-        if self._closed or self._pool._closed:
-            return Result("cancelled", session_alive=False)
-        if self._infrastructure is not None:
-            raise SandboxError(self._infrastructure)
-        encoded = code.encode(
-            "utf-8", "replace"
-        )  # a lone surrogate cannot be in source; Python then names the character
-        if len(encoded) > self._pool.policy.max_code:
-            note = f"the code has {len(encoded)} bytes, at most {self._pool.policy.max_code} are run"
-            return Result("error", error=_error("CodeTooLong", note), session_alive=self.alive)
-        restarted = self._process is None
-        if restarted:
-            if not self._pool.policy.restart:
-                return Result(
-                    "crashed",
-                    error=_error("SessionDead", f"the session ended before: {self._death}"),
-                    session_alive=False,
-                )
-            self._begin()
-            if self._closed:  # closed while it was started: nobody else ends it
-                return Result("cancelled", session_alive=False)
-        result = self._exchange(encoded.decode(), timeout, bind)
-        result.restarted = restarted
-        return result
-
-    def _exchange(self, code: str, timeout: float, bind: list[str]) -> Result:
-        policy, process, nonce = self._pool.policy, self._process, wire.new_nonce()
-        assert process is not None
-        freeze = policy.freeze
-        start = time.monotonic()
-        soft = start + timeout
-        reader = wire.Reader(
-            process.sock,
-            process.status_fd,
-            soft,
-            soft + policy.grace,
-            lambda: process.send_signal(signal.SIGINT, group=False),
-        )
-        try:
-            if freeze:
-                process.send_signal(signal.SIGCONT)
-            request = wire.pack({"op": "cell", "nonce": nonce, "code": code, "bind": bind})
-            wire.send(process.sock, process.status_fd, [request], soft + policy.grace)
-            header = reader.message(policy.max_header)
-            images = reader.pictures(wire.check_answer(header, nonce, policy, bind))
-        except wire.Silent:
-            limit = f"{timeout:g} s and {policy.grace:g} s of grace"
-            return self._dead("hard_timeout", "HardTimeout", f"killed after {limit}; its variables are lost", start)
-        except wire.ProtocolError as e:
-            return self._dead(
-                "protocol_error", "ProtocolError", f"killed because it sent {e}; its variables are lost", start
-            )
-        except wire.Gone:
-            return self._gone(process, start)
-        except BaseException:
-            self._end("the caller was interrupted")  # an answer may still come: the session is out of step
-            raise
-        if freeze:
-            process.send_signal(signal.SIGSTOP)
-        status = "soft_timeout" if reader.soft_passed and header["interrupted"] else header["status"]
-        dropped: dict[str, Any] = {key: n for key, n in header["dropped"].items() if key != "reasons" and n}
-        if header["dropped"]["reasons"]:
-            dropped["reasons"] = [_text(reason) for reason in header["dropped"]["reasons"]]
-        error = header["error"]
-        if error is not None:
-            error = {key: _text(v) if isinstance(v, bytes) else v for key, v in error.items()}
-        return Result(
-            status=status,
-            stdout=_text(header["stdout"]),
-            stderr=_text(header["stderr"]),
-            repr=None if header["repr"] is None else _text(header["repr"]),
-            error=error,
-            images=images,
-            dropped=dropped,
-            usage=Usage(wall_s=time.monotonic() - start, cpu_s=header["cpu"], peak_rss=header["rss"]),
-            bound=header["bound"],
-        )
-
-    def _gone(self, process: Process, start: float) -> Result:
-        """The socket or the process has ended: by itself, by the caller, or because the server is dead."""
-        try:
-            status = process.wait(_EXIT_WAIT)
-        except SandboxError as e:
-            self._infrastructure = f"the session is lost: {e}"
-            self._end("the server died")
-            raise SandboxError(self._infrastructure) from e
-        if self._closed:
-            self._end("closed")
-            return Result("cancelled", session_alive=False)
-        if status is None:
-            return self._dead(
-                "protocol_error", "ProtocolError", "killed because it closed its channel, variables lost", start
-            )
-        if status == -signal.SIGXCPU:
-            return self._dead(
-                "hard_timeout", "HardTimeout", f"killed after {self._pool.policy.session_cpu} s of CPU", start
-            )
-        return self._dead("crashed", "SessionCrashed", f"{process.describe_exit()}; its variables are lost", start)
-
-    def _dead(self, status: str, name: str, why: str, start: float) -> Result:
-        wall = time.monotonic() - start
-        self._end(why)
-        if self._closed:
-            return Result("cancelled", session_alive=False)
-        return Result(status, error=_error(name, why), usage=Usage(wall_s=wall), session_alive=False)
+    def _fill(self) -> None:
+        """The filler thread: keeps the warm processes at their number, one start at a time."""
+        while True:
+            with self._changed:
+                while not self.closed and len(self._warm) >= self._want_warm:
+                    self._changed.wait(_RETRY)
+                    for process in [p for p in self._warm if _ended(p)]:
+                        self._warm.remove(process)
+                        process.close()
+                if self.closed:
+                    return
+            try:
+                process = self._start_cold()
+                hand_over(process, Inputs(0, {}, {}), self.policy)  # it serves, and has touched its pages
+            except SandboxError as e:
+                if not self.closed:
+                    log.warning("no warm sandbox process could be started: %s", e)
+                    with self._changed:
+                        self._changed.wait_for(lambda: self.closed, _RETRY)
+                continue
+            with self._changed:
+                self._warm.append(process)
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+def _first_of(running: set[Future[Done]]) -> set[Future[Done]]:
+    """The futures that run on after at least one has ended; raises what it raised."""
+    done, rest = wait(running, return_when="FIRST_COMPLETED")
+    for future in done:
+        future.result()
+    return rest
 
 
-def _error(name: str, message: str) -> dict[str, Any]:
-    return {"name": name, "message": message, "traceback": f"{name}: {message}", "line": None}
+def _close_servers(zygotes: list[Zygote]) -> None:
+    for zygote in zygotes:
+        zygote.close()
+
+
+def _ended(process: Process) -> bool:
+    poll = select.poll()
+    poll.register(process.pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+# ------------------------------------------------------------------------------------------------ the size of this host
+def cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group where that is smaller."""
+    n = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as f:
+        quota, period = f.read().split()
+        n = min(n, max(int(quota) // int(period), 1))
+    return n
+
+
+def _room(workers: int, warm: int) -> int:
+    """Sessions that this host has memory and descriptors for, at least one for each worker."""
+    by_memory = _free_memory() * 3 // 4 // _SESSION_BYTES
+    by_descriptors = (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _OWN_FDS) // _SESSION_FDS
+    return max(min(by_memory, by_descriptors) - warm, workers)
+
+
+def _free_memory() -> int:
+    """Bytes: what the kernel calls available, or what is left to this control group if that is less."""
+    with open("/proc/meminfo") as f:
+        free = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:"))
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, max(_number(limit) - _number(used), 0))
+    return free
+
+
+def _number(name: str) -> int:
+    with open(f"/sys/fs/cgroup/{name}") as f:
+        return int(f.read())
+
+
+def _allow_descriptors(sessions: int) -> None:
+    """Raise the soft limit on descriptors as far as needed. Raises ValueError if the hard one is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = sessions * _SESSION_FDS + _OWN_FDS
+    if needed > hard:
+        raise ValueError(f"{sessions} sessions need {needed} descriptors, this process may have {hard} (ulimit -Hn)")
+    if needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,5 +1,6 @@
 """The text of a `Result` as a policy reads it: pure functions. Picture placeholders and tags are the protocol's."""
 
+import hashlib
 import re
 
 from .result import Result
@@ -18,6 +19,8 @@ def clean(text: str) -> str:
 
     Addresses of objects (` at 0x7f..`) go as well: they differ from run to run.
     """
+    if text.isprintable() and " at 0x" not in text:
+        return text
     text = _ESCAPES.sub("", _SURROGATES.sub("\ufffd", text)).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(next((p for p in reversed(line.split("\r")) if p), "") for line in text.split("\n"))
@@ -43,7 +46,7 @@ def _notes(result: Result) -> list[str]:
         notes.append("[the session had ended and was started again: earlier variables are gone]")
     if result.status == "soft_timeout":
         notes.append("[stopped by the time limit; variables are kept]")
-    elif result.status == "memory":
+    elif result.status == "memory" and result.session_alive:
         notes.append("[the memory limit was reached; variables are kept]")
     elif result.status == "cancelled":
         notes.append("[cancelled]")
@@ -79,3 +82,11 @@ def observation_text(result: Result, max_text: int = 8_000) -> str:
     output = "\n".join(p for p in (clean(result.stdout).rstrip("\n"), clean(result.repr or "").rstrip("\n")) if p)
     parts = (shorten(output, max(room, 0)), stderr, error, notes)
     return "\n".join(p for p in parts if p)[: max(max_text, 0)]
+
+
+def outcome(result: Result) -> bytes:
+    """A digest of what a cell came to, without stderr and pixels: two runs of the same code agree in it."""
+    error = None if result.error is None else result.error["name"]
+    shapes = [image.shape for image in result.images]
+    told = (result.status, error, clean(result.stdout), clean(result.repr or ""), shapes)
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).digest()

@@ -1,27 +1,34 @@
 """The protocol between a pool and its sessions.
 
-A message is `PVS1`, a little-endian uint32 length, a msgpack map of that length, then raw pixel blobs whose sizes
-follow from the map. A request carries a random nonce that its answer must repeat. What comes from a session is
-untrusted: the length is checked before a byte is read, every key and type is checked, nothing is unpickled, one
-deadline covers it all.
+A message is `PVS1`, a little-endian uint32 length, a msgpack map of that length, then raw blobs whose sizes follow from
+the map. A request carries a random nonce that its answer must repeat. What comes from a session is untrusted: the
+length is checked before a byte is read, every key and type is checked, nothing is unpickled, one deadline covers all.
+
+    request                                                  blobs              answer
+    {op: inputs, nonce, images: [{name, shape}],             pixels, then the   {nonce}
+     videos: [{name, suffix, size, problem}], seed}          videos' files
+    {op: cell, nonce, code, bind}                            -                  `_ANSWER`, pixels
+    {op: branch, nonce, private}                             -                  {nonce, pid}: pid < 0 is minus the errno
 """
 
+import dataclasses
+import keyword
+import operator
 import os
 import select
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgpack
 import numpy as np
+from PIL import Image
 
+from .frame import HEAD, MAGIC, pack
 from .policy import Policy
 
-MAGIC = b"PVS1"
-HEAD = struct.Struct("<4sI")
-STATUS = struct.Struct("<ci")  # what the server writes on a session's status pipe: P pid | X exit status | E errno
+_TICK = 0.1  # seconds between two looks of `watch`
 
 
 class ProtocolError(Exception):
@@ -36,22 +43,17 @@ class Gone(Exception):
     """The session's end of the socket is closed, or its process has ended."""
 
 
-def pack(header: dict[str, Any]) -> bytes:
-    packed: bytes = msgpack.packb(header, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
-    return HEAD.pack(MAGIC, len(packed)) + packed
-
-
-def _poll(sock: socket.socket, status_fd: int, events: int, deadline: float) -> tuple[bool, bool]:
-    """(the socket is ready, the status pipe spoke). Both False: the deadline has passed."""
+def _poll(sock: socket.socket, pidfd: int, events: int, deadline: float) -> tuple[bool, bool]:
+    """(the socket is ready, the process has ended). Both False: the deadline has passed."""
     poll = select.poll()
     poll.register(sock, events)
-    if status_fd >= 0:
-        poll.register(status_fd, select.POLLIN)
+    if pidfd >= 0:
+        poll.register(pidfd, select.POLLIN)
     ready = poll.poll(max(deadline - time.monotonic(), 0) * 1000)
-    return any(fd == sock.fileno() for fd, _ in ready), any(fd == status_fd for fd, _ in ready)
+    return any(fd == sock.fileno() for fd, _ in ready), any(fd == pidfd for fd, _ in ready)
 
 
-def send(sock: socket.socket, status_fd: int, parts: Iterable[bytes | memoryview], deadline: float) -> None:
+def send(sock: socket.socket, pidfd: int, parts: Iterable[bytes | memoryview], deadline: float) -> None:
     """Send all parts over a non-blocking socket. Raises Silent or Gone."""
     for part in parts:
         view = memoryview(part).cast("B")
@@ -59,7 +61,7 @@ def send(sock: socket.socket, status_fd: int, parts: Iterable[bytes | memoryview
             try:
                 view = view[sock.send(view) :]
             except BlockingIOError:
-                writable, ended = _poll(sock, status_fd, select.POLLOUT, deadline)
+                writable, ended = _poll(sock, pidfd, select.POLLOUT, deadline)
                 if ended:
                     raise Gone("the session ended while it was sent a request") from None
                 if not writable:
@@ -72,13 +74,26 @@ class Reader:
     """Reads one answer under a soft and a hard deadline (time.monotonic).
 
     `on_soft` runs when the soft one passes and three times more until the hard one: a session that was too starved of
-    CPU to have begun the cell ignores the first. The runner heeds only one for each cell.
+    CPU to have begun the cell ignores the first. The runner heeds only one for each cell. `watch` is asked every 0.1 s
+    while the answer is waited for; a reason that it gives moves the soft deadline to now, is kept in `reason`, and asks
+    no more. What it raises ends the wait.
     """
 
-    def __init__(self, sock: socket.socket, status_fd: int, soft: float, hard: float, on_soft: Callable[[], None]):
-        self.sock, self.status_fd, self.soft, self.hard, self.on_soft = sock, status_fd, soft, hard, on_soft
+    def __init__(
+        self,
+        sock: socket.socket,
+        pidfd: int,
+        soft: float,
+        hard: float,
+        on_soft: Callable[[], None],
+        watch: Callable[[], str | None] | None = None,
+    ):
+        self.sock, self.pidfd, self.hard, self.on_soft, self.watch = sock, pidfd, hard, on_soft, watch
         self.soft_passed = False
-        self._next, self._step = soft, max((hard - soft) / 4, 1e-3)
+        self.reason: str | None = None
+        self._grace = hard - soft
+        self._next, self._step = soft, max(self._grace / 4, 1e-3)
+        self._look = time.monotonic() + _TICK
 
     def fill(self, view: memoryview) -> None:
         while view:
@@ -94,19 +109,26 @@ class Reader:
             view = view[n:]
 
     def _wait(self) -> None:
-        readable, ended = _poll(self.sock, self.status_fd, select.POLLIN, min(self._next, self.hard))
-        if readable:
-            return
-        if ended:
-            # It may have answered between the read and the poll, and died then: look once more, nothing can follow now.
-            if _poll(self.sock, -1, select.POLLIN, 0.0)[0]:
-                return
-            raise Gone("the session ended")
-        if self._next >= self.hard:
+        """What is due by now, then until something can be read or the next thing is due. Raises Gone, Silent."""
+        now = time.monotonic()
+        if self.watch is not None and now >= self._look:
+            self._look = now + _TICK
+            self.reason = self.watch()
+            if self.reason is not None:
+                self.watch = None
+                self._next = min(self._next, now)
+                self.hard = min(self.hard, self._next + self._grace)
+        if now >= self.hard:  # before the poll: a session that sends byte after byte has no more time than others
             raise Silent
-        self.soft_passed = True
-        self._next += self._step
-        self.on_soft()
+        if now >= self._next:
+            self.soft_passed = True
+            self._next += self._step
+            self.on_soft()
+        until = min(self._next, self.hard) if self.watch is None else min(self._next, self.hard, self._look)
+        readable, ended = _poll(self.sock, self.pidfd, select.POLLIN, until)
+        # It may have answered between the read and the poll, and died then: look once more, nothing can follow now.
+        if ended and not readable and not _poll(self.sock, -1, select.POLLIN, 0.0)[0]:
+            raise Gone("the session ended")
 
     def message(self, max_header: int) -> dict[str, Any]:
         head = bytearray(HEAD.size)
@@ -129,6 +151,7 @@ class Reader:
         return header
 
     def pictures(self, sizes: list[tuple[int, int]]) -> list[np.ndarray]:
+        """The pixels that follow an answer, uint8 [h, w, 3] each; `sizes` have been checked."""
         images = []
         for h, w in sizes:
             image = np.empty((h, w, 3), np.uint8)
@@ -139,6 +162,77 @@ class Reader:
 
 def new_nonce() -> bytes:
     return os.urandom(16)
+
+
+# ------------------------------------------------------------------------------------------------ inputs
+def check_name(name: str) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"the name {name!r} is no Python variable name")
+
+
+def _pixels(name: str, image: Any) -> np.ndarray:
+    """A picture as uint8 [h, w, c] with c in 1, 3, 4. Raises ValueError naming it."""
+    check_name(name)
+    if isinstance(image, Image.Image):
+        image = np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+        raise ValueError(f"the picture {name!r} is neither a PIL image nor a uint8 array: {type(image).__name__}")
+    shaped = image[..., None] if image.ndim == 2 else image
+    if shaped.ndim != 3 or shaped.shape[2] not in (1, 3, 4) or not shaped.size:
+        raise ValueError(f"the picture {name!r} has shape {image.shape}; [h, w], [h, w, 3] or [h, w, 4] is needed")
+    return np.ascontiguousarray(shaped)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a session starts with. Kept for restarts and replays; a video given by its path is read each time."""
+
+    seed: int
+    images: dict[str, np.ndarray]
+    videos: dict[str, bytes | str]  # a whole file, or the path of one
+
+    @classmethod
+    def make(
+        cls,
+        seed: int | None = None,
+        images: Mapping[str, Any] | None = None,
+        videos: Mapping[str, bytes | str | os.PathLike[str]] | None = None,
+    ) -> "Inputs":
+        """Raises ValueError for a bad name, picture or seed. A video that cannot be read is told where it is used."""
+        seed = int.from_bytes(os.urandom(8), "little") if seed is None else operator.index(seed)
+        if not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"the seed {seed} has more than 64 bits")
+        films: dict[str, bytes | str] = {}
+        for name, video in (videos or {}).items():
+            check_name(name)
+            films[name] = bytes(video) if isinstance(video, bytes | bytearray | memoryview) else os.fspath(video)
+        return cls(seed, {name: _pixels(name, image) for name, image in (images or {}).items()}, films)
+
+    def message(self, nonce: bytes, max_video: int) -> list[bytes | memoryview]:
+        """The request and its blobs; of a video with more than `max_video` bytes only the news of that."""
+        films, blobs = [], []
+        for name, video in self.videos.items():
+            suffix = ".mp4" if isinstance(video, bytes) else os.path.splitext(video)[1]
+            data, problem = _film(video, max_video)
+            films.append({"name": name, "suffix": suffix, "size": len(data), "problem": problem})
+            blobs.append(data)
+        shapes = [{"name": name, "shape": list(a.shape)} for name, a in self.images.items()]
+        header = {"op": "inputs", "nonce": nonce, "images": shapes, "videos": films, "seed": self.seed}
+        return [pack(header), *(a.data for a in self.images.values()), *blobs]
+
+
+def _film(video: bytes | str, limit: int) -> tuple[bytes, str | None]:
+    """(the file, why it is not sent)"""
+    try:
+        size = len(video) if isinstance(video, bytes) else os.stat(video).st_size
+        if size > limit:
+            return b"", f"its {size} bytes do not fit into the files of a session"
+        if isinstance(video, bytes):
+            return video, None
+        with open(video, "rb") as f:
+            return f.read(limit), None
+    except OSError as e:
+        return b"", f"its file cannot be opened ({e.strerror})"
 
 
 # ------------------------------------------------------------------------------------------------ checks of an answer

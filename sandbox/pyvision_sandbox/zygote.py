@@ -1,13 +1,12 @@
-"""The server: exec'd fresh with a fixed environment, preloads once, then forks one session per request.
+"""The server: exec'd fresh with a fixed environment, confines itself, preloads once, then forks sessions on request.
 
-Started by process.py as `python -c ... zygote.main()`; argv: descriptor of the control socket, JSON configuration.
-Control messages are msgpack maps in one datagram each: `{op: spawn, n}` with two descriptors (the session's socket and
-the write end of its status pipe) and `{op: reap, n}`. On the status pipe the server tells the session's pid, then its
-exit status. A dead session stays unreaped until the pool says `reap`: until then pid and process group are its own.
+Started by process.py as `python -c ... zygote.main()`; argv: descriptors of the control socket and of the helper's
+socket, JSON configuration. Control messages are msgpack maps in one datagram each, a request and its answer:
+`{op: spawn, n}` with the session's socket -> `{}` with a pidfd; `{op: reap, n}` -> `{code}`. A dead session stays
+unreaped until the pool says `reap`: until then its pid and process group are its own.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -20,140 +19,122 @@ import socket
 import sys
 import tempfile
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from . import show
-from .runner import CHANNEL_FD, Runner
-from .wire import HEAD, STATUS, pack
+from . import branching, jail, landlock, profiles, seccomp
+from . import syscalls as sc
+from .confine import Confinement
+from .frame import CHANNEL_FD, HEAD, pack
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_NUMPY_PIL = (
-    "base64", "collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "statistics",
-    "tempfile", "numpy", "numpy.fft", "numpy.linalg", "numpy.random", "PIL.Image", "PIL.ImageChops", "PIL.ImageDraw",
-    "PIL.ImageEnhance", "PIL.ImageFilter", "PIL.ImageFont", "PIL.ImageOps", "PIL.JpegImagePlugin", "PIL.PngImagePlugin",
-)  # fmt: skip
-_PRELOAD = {"numpy_pil": _NUMPY_PIL, "vision": (*_NUMPY_PIL, "matplotlib", "matplotlib.pyplot", "matplotlib.patches")}
-_libc = ctypes.CDLL(None, use_errno=True)
+if TYPE_CHECKING:
+    from .runner import Runner
 
 
-def preload(profile: str) -> None:
-    show.install()
-    for name in _PRELOAD[profile]:
-        importlib.import_module(name)
-    if profile == "vision":
-        pyplot = sys.modules["matplotlib.pyplot"]
-        pyplot.figure().gca().set_title("x")  # one figure fills the font and layout caches that all sessions share
-        pyplot.gcf().canvas.draw()
-        pyplot.close("all")
-    compile("1", "<warm>", "eval")
-    gc.collect()
-    gc.freeze()  # the collector must not write into pages shared with the sessions
+class Refused(Exception):
+    """This machine cannot do the level. args: mechanism, why."""
 
 
 class Server:
     def __init__(self, control: socket.socket, config: dict[str, Any]):
         self.control, self.config = control, config
-        self.sessions: dict[
-            int, tuple[int, int, int]
-        ] = {}  # n -> pid, pidfd, status pipe; pidfd -1: dead, not yet reaped
-        self.parent = os.getppid()
-        self.address_space = _mapped_bytes()
+        self.jailed = config["level"] == "namespaces"
+        self.sessions: dict[int, int] = {}  # number -> pid
+        self.confinement = Confinement(config)
+        self.runner: Runner | None = None  # not yet while the confinement is tried
 
     # ------------------------------------------------------------------------------------------------ sessions
-    def spawn(self, n: int, sock: int, status: int) -> None:
-        try:
-            pid = os.fork()
-        except OSError as e:
-            os.write(status, STATUS.pack(b"E", e.errno or 0))
-            os.close(status)
-            os.close(sock)
-            return
+    def spawn(self, n: int, sock: int) -> int:
+        """Fork a session; returns its pid. Raises OSError."""
+        home = "/tmp" if self.jailed else self.confinement.make_home(n)
+        pid = self._clone(n)
         if pid == 0:
-            self._session(n, sock)
-        os.close(sock)
-        # Both sides set the group: whichever comes second changes nothing. EACCES cannot be: a session never execs.
-        os.setpgid(pid, pid)
-        self.sessions[n] = (pid, os.pidfd_open(pid), status)
-        os.write(status, STATUS.pack(b"P", pid))
+            self._session(n, sock, home)
+        self.sessions[n] = pid
+        return pid
 
-    def _session(self, n: int, sock: int) -> None:
+    def _clone(self, n: int) -> int:
+        if not self.jailed:
+            # Not os.fork() where it can be avoided: the first clone looks up what a branch needs.
+            return os.fork() if self.config["level"] == "none" else sc.clone()
+        if not self.config["own_ids"]:
+            return sc.clone(sc.SESSION_FLAGS)
+        host = 1000 + n % 60_000  # each session's namespace belongs to an id of its own
+        os.setresgid(-1, host, -1)
+        os.setresuid(-1, host, -1)
+        pid = -1
+        try:
+            pid = sc.clone(sc.SESSION_FLAGS)
+        finally:
+            if pid != 0:
+                os.setresuid(-1, 0, -1)
+                os.setresgid(-1, 0, -1)
+        return pid
+
+    def _session(self, n: int, sock: int, home: str) -> None:
         code = 97
         try:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != self.config["pid"]:
-                os._exit(code)  # the server died before the line above
-            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # children that lose their parent stay below this session
-            os.setpgid(0, 0)
-            if sock == CHANNEL_FD:  # dup3 refuses to copy a descriptor onto itself
-                os.set_inheritable(sock, False)
-            else:
-                os.dup2(sock, CHANNEL_FD, inheritable=False)
-            for name, fd in (("stdout", 1), ("stderr", 2)):
-                memory = os.memfd_create(name)
-                os.dup2(memory, fd)
-            os.closerange(3, CHANNEL_FD)
-            os.closerange(CHANNEL_FD + 1, 1 << 20)
-            for fd in (1, 2):
-                os.set_inheritable(fd, True)
-                _append_only(fd)
-            home = os.path.join(self.config["scratch"], f"s{n}")
-            os.mkdir(home, 0o700)
-            os.chdir(home)
-            os.environ.update(HOME=home, TMPDIR=home, PWD=home)
-            tempfile.tempdir = None  # else it remembers the server's folder
-            self._limit()
-            signal.set_wakeup_fd(-1)
-            gc.enable()
-            Runner(self.config["limits"]).serve()
+            self._arrange(n, sock, home)
         except BaseException:
-            os.write(2, traceback.format_exc().encode())
+            os.write(CHANNEL_FD, b"E" + traceback.format_exc().encode()[-4000:])
+            os._exit(code)
+        try:
+            if self.runner is not None:
+                gc.enable()
+                self.runner.begin()
+                self.runner.serve()
+            code = 0
         finally:
             os._exit(code)
 
-    def _limit(self) -> None:
-        limits, mb = self.config["limits"], 1 << 20
-        cpu = limits["session_cpu"]
-        for kind, value in (
-            (resource.RLIMIT_AS, self.address_space + limits["memory_mb"] * mb),
-            (resource.RLIMIT_FSIZE, limits["tmp_mb"] * mb),
-            (resource.RLIMIT_CPU, cpu),
-            (resource.RLIMIT_NOFILE, 512),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            # CPU: the soft limit's SIGXCPU tells the cause; at an equal hard limit the kernel sends a plain SIGKILL.
-            hard = value + 5 if kind == resource.RLIMIT_CPU and hard == resource.RLIM_INFINITY else value
-            resource.setrlimit(kind, (value, hard))
+    def _arrange(self, n: int, sock: int, home: str) -> None:
+        """Descriptors, identity, limits: from here on nothing of the server but its memory is left."""
+        if sock == CHANNEL_FD:  # dup3 refuses to copy a descriptor onto itself
+            os.set_inheritable(sock, False)
+        else:
+            os.dup2(sock, CHANNEL_FD, inheritable=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the runner sets its own
+        if self.jailed:
+            self.confinement.enter_namespaces(n)
+        else:
+            sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self.config["pid"]:
+                os._exit(97)  # the server died before the line above
+        if self.config["level"] == "none":
+            sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)  # children that lose their parent stay below this session
+            os.setpgid(0, 0)
+        os.chdir(home)
+        branching.fresh_output(home)
+        os.environ.update(HOME=home, TMPDIR=home, PWD=home, MPLCONFIGDIR=home)
+        tempfile.tempdir = None  # else it remembers the server's folder
+        self.confinement.apply(n, home, CHANNEL_FD)
+        os.closerange(3, CHANNEL_FD)
+        os.closerange(CHANNEL_FD + 1, 1 << 20)
 
-    def ended(self, n: int) -> None:
-        """A session's process has ended: its group and what it left behind go before its pid is free again."""
-        pid, pidfd, status = self.sessions[n]
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if info is None:
-            return
-        code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        self.sessions[n] = (pid, -1, -1)
-        _kill_group(pid)
-        self._kill_orphans()
-        os.close(pidfd)
-        with contextlib.suppress(BrokenPipeError):  # the pool has gone away meanwhile
-            os.write(status, STATUS.pack(b"X", code))
-        os.close(status)
+    def reap(self, n: int) -> int | None:
+        """The exit code (minus the signal), None if it still runs. Its number and files are free then."""
+        pid = self.sessions[n]
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            return None
+        if not self.jailed:
+            _kill_group(pid)
+            self._kill_orphans()
+        del self.sessions[n]
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _kill_orphans(self) -> None:
-        """Children of this process that are no sessions: daemons whose session has ended.
+        """Children of this process that are no sessions: daemons and branches whose session has ended.
 
         Killing one may hand its own children over to us, hence the loop. Where the kernel does not list children
         (gVisor) only the process group is killed.
         """
-        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        children = f"/proc/self/task/{os.getpid()}/children"
+        if not os.path.exists(children):
             return
-        known = {pid for pid, _, _ in self.sessions.values()}
+        known = set(self.sessions.values())
         for _ in range(1000):
-            with open(f"/proc/self/task/{os.getpid()}/children") as f:
+            with open(children) as f:
                 orphans = [pid for pid in map(int, f.read().split()) if pid not in known]
             if not orphans:
                 return
@@ -161,84 +142,224 @@ class Server:
                 os.kill(pid, signal.SIGKILL)  # they are our unreaped children: the number is theirs
                 os.waitpid(pid, 0)
 
-    def reap(self, n: int) -> None:
-        pid, pidfd, _ = self.sessions[n]
-        if pidfd >= 0:
-            _kill_group(pid)
-            select.select([pidfd], [], [])
-            self.ended(n)
-        del self.sessions[n]
+    def trial(self) -> None:
+        """A session that confines itself and ends, before the costly preload. Raises Refused with what failed."""
+        ours, theirs = socket.socketpair()
+        try:
+            pid = self.spawn(0, theirs.fileno())
+        except OSError as e:
+            raise Refused("namespaces of a session" if self.jailed else "a forked session", str(e)) from e
         os.waitpid(pid, 0)
+        del self.sessions[0]
+        theirs.close()
+        said = ours.recv(8192)
+        ours.close()
+        if not self.jailed:
+            shutil.rmtree(os.path.join(self.config["homes"], "s0"), ignore_errors=True)
+        if said[:1] not in (b"N", b"-") or b"E" in said[1:2]:
+            why = said.lstrip(b"N-E").decode("utf-8", "replace").strip().splitlines() or ["the session ended at once"]
+            raise Refused("the confinement of a session", why[-1])
+
+    def make_runner(self) -> None:
+        """After the preload; what it imports is not to be in the helper."""
+        module = importlib.import_module("pyvision_sandbox.runner")
+        runner: Runner = module.Runner(self.config["limits"])
+        null, kept = os.open("/dev/null", os.O_RDWR), [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2, CHANNEL_FD):
+            os.dup2(null, fd)
+        runner.warm()
+        for fd, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, fd)
+        for fd in (null, CHANNEL_FD, *kept):
+            os.close(fd)
+        gc.collect()
+        gc.freeze()  # the collector must not write into pages shared with the sessions
+        self.runner = runner
 
     # ------------------------------------------------------------------------------------------------ the loop
     def serve(self) -> None:
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        watched: set[int] = set()
+        watched = [self.control.fileno()]
+        if not self.jailed:
+            watched.append(os.pidfd_open(os.getppid()))
         while True:
-            fds = {pidfd: n for n, (_, pidfd, _) in self.sessions.items() if pidfd >= 0}
-            for fd in watched - fds.keys():
-                poll.unregister(fd)
-            for fd in fds.keys() - watched:
-                poll.register(fd, select.POLLIN)
-            watched = set(fds)
-            # The time-out is for a pool that died while a forked child of it still holds the control socket.
-            for fd, _ in poll.poll(5000):
-                if fd in fds:
-                    if self.sessions.get(fds[fd], (0, -1, 0))[1] == fd:  # not reaped by a request of this same round
-                        self.ended(fds[fd])
-                elif fd == self.control.fileno() and not self._request():
-                    return
-            if os.getppid() != self.parent:
+            ready = select.select(watched, [], [])[0]
+            if watched[0] not in ready or not self._request():
                 return
 
     def _request(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self.control, 4096, 2)
+        data, fds, _, _ = socket.recv_fds(self.control, 4096, 1)
         if not data:
             return False
         message = msgpack.unpackb(data[HEAD.size :])
-        if message["op"] == "spawn":
-            self.spawn(message["n"], *fds)
-        else:
-            self.reap(message["n"])
+        answer: dict[str, Any] = {"id": message["id"]}
+        answer_fds = []
+        try:
+            if message["op"] == "spawn":
+                answer_fds = [os.pidfd_open(self.spawn(message["n"], fds[0]))]
+            else:
+                answer["code"] = self.reap(message["n"])
+        except OSError as e:
+            answer["error"] = str(e)
+        for fd in fds:
+            os.close(fd)
+        socket.send_fds(self.control, [pack(answer)], answer_fds)
+        for fd in answer_fds:
+            os.close(fd)
         return True
 
     def close(self) -> None:
-        for n in list(self.sessions):
-            self.reap(n)
-        self._kill_orphans()
-        shutil.rmtree(self.config["scratch"], ignore_errors=True)
-
-
-def _append_only(fd: int) -> None:
-    import fcntl  # of the server only; a session's first import of it would be paid each time
-
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+        for pid in self.sessions.values():
+            _kill_group(pid)
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.sessions.values():
+            os.waitpid(pid, 0)
+        self.sessions.clear()
+        if not self.jailed:
+            self._kill_orphans()
+            shutil.rmtree(self.config["scratch"], ignore_errors=True)
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _mapped_bytes() -> int:
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[0]) * resource.getpagesize()
+def _reachable_by_others(paths: list[str]) -> bool:
+    """Whether a user other than root can get at all of these: an interpreter below a 0700 home cannot be."""
+    for path in paths:
+        place = os.path.realpath(path)
+        while place != "/":
+            if not os.stat(place).st_mode & 0o001 and os.path.isdir(place):
+                return False
+            place = os.path.dirname(place)
+    return True
+
+
+def _enter(config: dict[str, Any], control: int, helper: int) -> None:
+    """Take the level's steps that concern the server itself; completes the configuration."""
+    level = config["level"]
+    config |= {"proc": None, "own_ids": False, "landlock_abi": 0, "gate": False, "no_gate": ""}
+    config["no_own_ids"] = "that of the pool: only root can give others"
+    if level == "none":
+        return
+    why = seccomp.available() if sc.supported() else f"system calls of {os.uname().machine} are not known here"
+    if why:
+        raise Refused("seccomp", why)
+    config["no_gate"] = seccomp.listener_available()
+    config["gate"] = not config["no_gate"]
+    no_landlock = landlock.available()
+    config["landlock_abi"] = landlock.abi() if level != "seccomp" and not no_landlock else 0
+    if level == "landlock" and no_landlock:
+        raise Refused("Landlock", no_landlock)
+    if level == "namespaces":
+        try:
+            config["proc"], config["own_ids"] = jail.enter(
+                config["new_root"], config["roots"], config["holes"], config["packages"], [control, helper]
+            )
+        except jail.JailError as e:
+            raise Refused(e.mechanism, e.strerror or str(e)) from e
+        _move_paths(config["farm"])
+        os.environ.update(HOME="/tmp", TMPDIR="/tmp", MPLCONFIGDIR="/tmp")
+        return
+    if os.getuid() == 0:
+        config["own_ids"] = _reachable_by_others([*config["roots"], *config["packages"].values(), config["farm"]])
+        config["no_own_ids"] = "root's, without its rights: others cannot enter the folders of this interpreter"
+
+
+def _move_paths(farm: str) -> None:
+    """The root has changed: packages that are loaded already find their later parts in the new one."""
+
+    def moved(path: str) -> str:
+        return jail.SITE + path[len(farm) :] if path == farm or path.startswith(farm + "/") else jail.inside(path)
+
+    sys.path[:] = [moved(p) for p in sys.path]
+    sys.path_importer_cache.clear()
+    for module in list(sys.modules.values()):
+        path = vars(module).get("__path__")
+        if isinstance(path, list):
+            path[:] = [moved(p) for p in path]
+
+
+def _start_helper(config: dict[str, Any], control: socket.socket, fd: int) -> None:
+    """Slim because it is forked before the preload."""
+    if config["level"] == "namespaces" and config["gate"] and os.fork() == 0:
+        sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        control.close()
+        branching.helper(socket.socket(fileno=fd), config["proc"], config["limits"]["tmp_mb"])
+    os.close(fd)
+
+
+def _mechanisms(config: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """(name, on, why) of what confines the sessions, for the report."""
+    level, limits, abi = config["level"], config["limits"], config["landlock_abi"]
+    jailed, filtered, gate = level == "namespaces", level != "none", config["gate"]
+    absent = "not at this level"
+    rules = f"ABI {abi}: files{', TCP' if abi >= 4 else ''}{', signals, abstract sockets' if abi >= 6 else ''}"
+    fork = "asked of the pool, refused unless it branches the session"
+    if not gate:
+        fork = f"refused; branches are replayed: {config['no_gate']}" if filtered else "allowed: " + absent
+    memory = f"memory +{limits['memory_mb']} MiB, files {limits['tmp_mb']} MiB, CPU {limits['session_cpu']} s"
+    return [
+        (
+            "namespaces",
+            jailed,
+            "user, pid, mount for each session; net, ipc, uts, cgroup for all" if jailed else absent,
+        ),
+        ("read-only root", jailed, "interpreter, libraries and the profile's packages" if jailed else absent),
+        (
+            "landlock",
+            abi > 0,
+            rules if abi else "not in this kernel" if level in ("landlock", "namespaces") else absent,
+        ),
+        ("seccomp", filtered, "an allow-list; all other calls are refused" if filtered else absent),
+        ("capabilities", filtered, "none, and no new privileges" if filtered else absent),
+        ("user ids", config["own_ids"], "one for each session" if config["own_ids"] else config["no_own_ids"]),
+        ("fork", gate, fork),
+        ("rlimits", True, memory),
+        ("environment", True, "fixed variables; no descriptor and no secret of the caller is inherited"),
+    ]
 
 
 def main() -> None:
-    config = json.loads(sys.argv[2])
-    control = socket.socket(fileno=int(sys.argv[1]))
-    config["pid"] = os.getpid()
+    control_fd, helper_fd, config = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    control = socket.socket(fileno=control_fd)
     os.umask(0o077)
     gc.disable()
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    preload(config["limits"]["profile"])
-    if len(os.listdir("/proc/self/task")) != 1:
+    # If memory runs out the kernel takes a session, not the trainer; later ids may not say so.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
+    try:
+        _enter(config, control_fd, helper_fd)
+        config["pid"] = os.getpid()
+        sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
+        _start_helper(config, control, helper_fd)
+        server = Server(control, config)
+        if config["level"] != "none":
+            server.trial()
+    except Refused as e:
+        control.send(pack({"refused": list(e.args)}))
+        return
+    missing = profiles.preload(config["limits"]["profile"])
+    server.make_runner()
+    if _of_self(config["proc"], "status").split("Threads:\t")[1].split()[0] != "1":
         raise RuntimeError("the preload left threads running: a fork would lose them")
-    server = Server(control, config)
-    control.send(pack({"numpy": sys.modules["numpy"].__version__, "pillow": sys.modules["PIL"].__version__}))
+    pages = int(_of_self(config["proc"], "statm").split()[0])
+    server.confinement.address_space = pages * resource.getpagesize()
+    hello = {
+        "landlock_abi": config["landlock_abi"], "gate": server.confinement.gate, "missing": missing,
+        "uids": "own" if config["own_ids"] else "shared", "mechanisms": _mechanisms(config),
+        "versions": {name: sys.modules[name].__version__ for name in ("numpy", "PIL")},
+    }  # fmt: skip
+    control.send(pack(hello))
     try:
         server.serve()
     finally:
         server.close()
+
+
+def _of_self(proc: int | None, name: str) -> str:
+    fd = os.open(f"self/{name}" if proc is not None else f"/proc/self/{name}", os.O_RDONLY, dir_fd=proc)
+    try:
+        return os.read(fd, 8192).decode()
+    finally:
+        os.close(fd)
