@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyvision_jax.cli_bench import app as bench
+from pyvision_jax.cli_rollout import chat, rollout, serve
 
 if TYPE_CHECKING:
     pass
@@ -136,6 +137,9 @@ def demo(
         recipe.record(summary, Path("docs/results/demo.json"))
 
 
+app.command()(rollout)
+app.command()(chat)
+app.command()(serve)
 
 
 def _preset(name: str) -> Path:

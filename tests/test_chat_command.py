@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -58,11 +57,8 @@ def terminal(pool, tmp_path):
     yield open_one
     for one in opened:
         one.chat.close()
-        assert not one.acting.engine._rows and one.loop_is_free()
+        assert not one.acting.engine._rows and not one.chat.loop.sessions and not one.chat.loop.alive
     assert pool.metrics().sessions == 0
-
-
-Terminal.loop_is_free = lambda self: not self.chat.loop.sessions and not self.chat.loop.alive  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -80,12 +76,11 @@ def test_a_conversation_of_two_turns(terminal, photo, tmp_path):
     assert text.index("Look.") < text.index("[tool: ok") < text.index("| (96, 64)") < text.index("[answer: 7]")
     picture = tmp_path / "chat" / "chat_001" / "image_clue_1.png"
     assert f"[image_clue_1: {picture}, 40x30]" in text and Image.open(picture).size == (40, 30)
-    assert sum(part in text for part in ("Look", ".\n<code>")) and len([s for s in one.said if s in cut and s]) > 3
+    assert len([piece for piece in one.said if piece in cut]) > 3, "text comes as it is decoded"
 
-    first = one.acting.engine.view  # the ids of the second turn go on behind those of the first
     one.script.turns = [code("print(n, image_clue_0.size, image_clue_1.size)"), ANSWER]
     one.chat.run(["And now?\n", "/save\n", "/quit\n", "never said\n"])
-    assert first and "| 5 (96, 64) (40, 30)" in one.text, "variables and pictures are kept"
+    assert "| 5 (96, 64) (40, 30)" in one.text, "variables and pictures are kept"
     tokens = one.acting.host.tokenizer
     before, after = one.requests
     assert after[: len(before)] == before
@@ -117,7 +112,7 @@ def test_reset_begins_anew(terminal, photo):
     one.script.turns = [code("print('keep' in globals())"), ANSWER]
     one.chat.run(["/save", "/reset", "Two?", "/save"])
     assert "| False" in one.text and "One?" not in one.acting.host.tokenizer.decode(one.requests[-1])
-    assert "chat_001/chat.jsonl" in one.text and "chat_002/chat.jsonl" not in one.text.split("/reset")[0][:0] + "x"
+    assert "chat_001/chat.jsonl" in one.text and "chat_002/chat.jsonl" in one.text
 
 
 def test_what_cannot_be_used_is_said_and_the_chat_goes_on(terminal, photo, tmp_path):
@@ -131,7 +126,12 @@ def test_what_cannot_be_used_is_said_and_the_chat_goes_on(terminal, photo, tmp_p
     assert "at most 299 fit" in one.text and not one.requests
     one.chat.run(["/tmp/a is a path", "Fine?"])
     assert len(one.requests) == 2 and one.text.count("Yes.") == 2
-    one.chat.save(tmp_path / "no" / "\0") if False else None
+
+
+def test_a_policy_does_not_drive_the_terminal(terminal):
+    one = terminal("a\x1b[2Jb\x07\tc\n<end>")
+    one.chat.run(["Hello"])
+    assert "a[2Jb\tc\n" in one.text and "\x1b" not in one.text
 
 
 def test_a_full_conversation_says_so(terminal):
@@ -164,7 +164,7 @@ def test_an_interrupt_ends_the_turn_and_keeps_the_rest(terminal, photo, where):
     one.script.turns = [code("print(keep)"), ANSWER]
     one.chat.run(["Go on."])
     assert "| 7\n" in one.text and "[answer: 7]" in one.text
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and os.getpid()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ------------------------------------------------------------------------------------------------------------- speech

@@ -43,6 +43,7 @@ def test_round_trip_is_exact(tmp_path: Path):
     made = step_of_trajectories(rng, 3)
     made[0].logprobs[:3] = (np.nan, -np.inf, -0.0)
     made[1].entropies = None
+    made[2].top_entropies = made[2].logprobs / -2
     made[2].end_reason, made[2].answer = None, "half \ud800 a pair"
     made[3].parent = ("3-0-0", 17)
     made[4].calls, made[4].spans = [], []

@@ -150,11 +150,13 @@ class AgentLoop:
         prefix: str = "",
         sampling: SamplingConfig | None = None,
         prompts: Sequence[Prompt] | None = None,
+        keys: Sequence[int] | None = None,
     ) -> Collected:
         """`group_size` rollouts of each record. One whose prompt cannot be built or is too long is skipped and listed.
 
-        `seed` with a record's place decides its samples. `prompts` replaces what the protocol would build (a control).
-        Ids of trajectories are `prefix`place.record/sibling: a record may stand in the list twice.
+        `seed` with a record's place, or its number in `keys`, decides its samples. `prompts` replaces what the protocol
+        would build (a control). Ids of trajectories are `prefix`place.record/sibling: a record may stand in the list
+        twice.
         """
         start = time.perf_counter()
         self.seconds = {"build": 0.0, "generate": 0.0, "tools": 0.0}
@@ -170,7 +172,10 @@ class AgentLoop:
                         prompt.images,
                         group=record.id,
                         n=group_size,
-                        seeds=[mixed_seed(seed, index, sibling) for sibling in range(group_size)],
+                        seeds=[
+                            mixed_seed(seed, index if keys is None else keys[index], sibling)
+                            for sibling in range(group_size)
+                        ],
                         sampling=sampling,
                     )
                 )
@@ -327,6 +332,9 @@ class AgentLoop:
             logprobs=spread(lambda s: s.logprobs, np.float32),
             policy_logprobs=spread(lambda s: s.policy_logprobs, np.float32),
             entropies=spread(lambda s: s.entropies, np.float32),
+            top_entropies=spread(lambda s: np.asarray(s.top_entropies), np.float32)
+            if self.engine.sampling.top_entropy
+            else None,
             states=spread(lambda s: s.states, np.int32),
             temperatures=spread(lambda s: s.temperatures, np.float32),
             versions=spread(lambda s: s.versions, np.int32),

@@ -268,15 +268,18 @@ def _open(
     """The run's folder with all that is known at the start. Raises `ConfigError` if another run lies there."""
     if resume and replace:
         raise ConfigError("resume and replace exclude each other")
+    held: int | None = None
     try:
         held = _hold(Path(config.run_dir))
         run_dir = RunDir(config.run_dir, "resume" if resume else "replace" if replace else "new")
-    except FileExistsError as error:
+    except OSError as error:
+        if held is not None:
+            os.close(held)
+        if not isinstance(error, FileExistsError):
+            raise ConfigError(f"run_dir: {config.run_dir} cannot be written: {error.strerror}") from error
         if Path(config.run_dir).is_dir():
             raise ConfigError(f"run_dir: {error} (--resume, --replace)") from error
         raise ConfigError(f"run_dir: {config.run_dir} is a file") from error
-    except OSError as error:
-        raise ConfigError(f"run_dir: {config.run_dir} cannot be written: {error.strerror}") from error
     if held is not None:
         weakref.finalize(run_dir, os.close, held)
     run_dir.write_config(config)
