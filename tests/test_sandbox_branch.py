@@ -121,7 +121,7 @@ def test_without_a_gate_there_is_only_replay():
 
 
 def test_replays_have_a_bound_and_may_fail(tmp_path: Path):
-    policy = dataclasses.replace(POLICY, max_code=1000)
+    policy = dataclasses.replace(POLICY, max_code=1500)
     with open_at("none", policy) as pool, pool.session() as trunk:
         trunk.run("x = 1" + "  # long" * 100)
         with trunk.branch() as branch:
@@ -131,7 +131,7 @@ def test_replays_have_a_bound_and_may_fail(tmp_path: Path):
         with pytest.raises(SandboxError, match="ended at cell 2 of 2: crashed"):
             trunk.branch()
         assert trunk.run("x" + "  # long" * 100).repr == "1"
-        with pytest.raises(SandboxError, match="more than 1000 bytes"):
+        with pytest.raises(SandboxError, match="more than 1500 bytes"):
             trunk.branch()
         assert pool.metrics().sessions == 1 and trunk.run("x").repr == "1"
 

@@ -12,6 +12,8 @@ from .trial import Trial
 
 CHILDREN = {"allow_fork": True}
 PROGRAMS = {"allow_exec": True, "allow_fork": True}
+with open("/proc/loadavg") as _file:
+    _HOST_THREADS = int(_file.read().split()[3].split("/")[1])
 _MOST_PROCESSES = 150  # and threads, of a session: Policy.threads and what the runner itself needs
 
 
@@ -32,7 +34,7 @@ def _user_ids(trial: Trial) -> Mechanism:
 def _few_threads(trial: Trial) -> None:
     """Exact where a session has an id of its own; else its user's other threads must be let through as well."""
     own = trial.level == "namespaces" or _user_ids(trial).on
-    _few_processes(_MOST_PROCESSES if own else 5 * _MOST_PROCESSES)(trial)
+    _few_processes(_MOST_PROCESSES if own else 4 * _MOST_PROCESSES + _HOST_THREADS)(trial)
 
 
 def _no_rights(trial: Trial) -> None:
