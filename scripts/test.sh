@@ -6,7 +6,7 @@
 # The exit code is that of the first part that failed; pytest's summary is the last line printed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/setup.sh dev,torch,sandbox,serve
+. scripts/setup.sh dev,torch,sandbox,serve,bench
 
 export JAX_PLATFORMS=cpu
 status=0

@@ -204,10 +204,10 @@ class SandboxPool(Host):
     def stop(self) -> threading.Event | None:
         return vars(self._scope).get("stop")
 
-    def start(self) -> Process:
+    def start(self, fresh: bool = False) -> Process:
         with self._changed:
             self._check_open()
-            process = self._take_warm()
+            process = None if fresh else self._take_warm()
             self._changed.notify_all()
         if process is not None:
             self.recorder.count("warm_hits")

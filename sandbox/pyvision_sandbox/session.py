@@ -57,8 +57,8 @@ class Host:
         self.recorder = Recorder()
         self.closed = False
 
-    def start(self) -> Process:
-        """A process that waits for its inputs. Raises SandboxError."""
+    def start(self, fresh: bool = False) -> Process:
+        """A process that waits for its inputs, `fresh`: not one that was started ahead. Raises SandboxError."""
         raise NotImplementedError
 
     def enter(self) -> None:
@@ -302,7 +302,7 @@ class Session:
             if self.host.closed or isinstance(e, SandboxUnavailable):
                 raise
             log.warning("a session is started once more: %s", e)
-            process = self.host.start()
+            process = self.host.start(fresh=True)
             hand_over(process, self.inputs, self.host.policy)
         self._life, self._lost, self._cells, self._kept, self.files = Life(process), "", [], 0, 0
         self.host.recorder.took("starts", time.monotonic() - start)
