@@ -134,6 +134,30 @@ def test_below_the_minimum_there_is_no_pool(fakes: Any) -> None:
     assert "none" not in str(caught.value), "no advice to run without confinement"
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_session_that_does_not_start_is_tried_again_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch, here: list[str], failures: int
+) -> None:
+    """By a real server: what the probes' own session needs of its host is what `Session` asks of any."""
+    made: list[int] = []
+    start = levels.Process
+
+    def process(zygote: Any, n: int) -> Any:
+        made.append(n)
+        if len(made) <= failures:
+            raise SandboxError("no session today")
+        return start(zygote, n)
+
+    monkeypatch.setattr(levels, "Process", process)
+    if failures == 1:
+        zygote, report = levels.open_level(POLICY, here[-1], here[-1])
+        zygote.close()
+        assert report.held and len(made) == 2
+    else:
+        with pytest.raises(SandboxUnavailable, match="no session today"):
+            levels.open_level(POLICY, here[-1], here[-1])
+
+
 def test_other_errors_close_the_server_and_pass(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, _ = fakes
 

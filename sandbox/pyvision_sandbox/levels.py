@@ -99,7 +99,7 @@ class _Alone(Host):
         super().__init__(policy, zygote.level, workers=1)
         self.zygote = zygote
 
-    def start(self) -> Process:
+    def start(self, fresh: bool = False) -> Process:
         return Process(self.zygote, 1)
 
 
