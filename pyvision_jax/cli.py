@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pyvision_jax.cli_bench import app as bench
+from pyvision_jax.cli_common import split_arguments, stops_on
 from pyvision_jax.cli_rollout import chat, rollout, serve
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="pyvision",
@@ -31,32 +27,12 @@ app.add_typer(data, name="data")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(bench, name="bench")
 
-BAD_INPUT = 2  # exit code: the input is at fault, and the one line on stderr says where
-
-
-@contextlib.contextmanager
-def stops_on(*errors: type[Exception]) -> Iterator[None]:
-    """These errors are the user's to mend: one line, exit code 2, no traceback. All others are bugs and show theirs."""
-    try:
-        yield
-    except errors as error:
-        typer.echo(f"pyvision: error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(BAD_INPUT) from error
-
-
 # --------------------------------------------------------------------------------------------------------- training
 
 Arguments = Annotated[list[str], typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE]...", help="docs/configuration.md")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint of run_dir")]
 Replace = Annotated[bool, typer.Option("--replace", help="remove an earlier run in run_dir first")]
 Check = Annotated[bool, typer.Option("--check", help="check everything, print the arithmetic, start nothing")]
-
-
-def _split(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """A configuration file is an argument without `=`, and the first."""
-    if arguments and "=" not in arguments[0]:
-        return Path(arguments[0]), arguments[1:]
-    return None, arguments
 
 
 @app.command()
@@ -66,7 +42,7 @@ def sft(arguments: Arguments, resume: Resume = False, replace: Replace = False, 
     from pyvision_jax.config_load import ConfigError, load
 
     with stops_on(ConfigError):
-        config = load(SFTConfig, *_split(arguments))
+        config = load(SFTConfig, *split_arguments(arguments))
         from pyvision_jax.recipes.start import start_sft
 
         start_sft(config, resume=resume, replace=replace, dry=check, say=typer.echo)
@@ -80,7 +56,7 @@ def rl(arguments: Arguments, resume: Resume = False, replace: Replace = False, c
     from pyvision_sandbox import SandboxUnavailable
 
     with stops_on(ConfigError, SandboxUnavailable):
-        config = load(RLConfig, *_split(arguments))
+        config = load(RLConfig, *split_arguments(arguments))
         from pyvision_jax.recipes.start import start_rl
 
         start_rl(config, resume=resume, replace=replace, dry=check, say=typer.echo)
@@ -101,7 +77,7 @@ def evaluate(
     from pyvision_sandbox import SandboxUnavailable
 
     with stops_on(ConfigError, SandboxUnavailable):
-        config = load(RLConfig, *_split(arguments))
+        config = load(RLConfig, *split_arguments(arguments))
         from pyvision_jax.recipes.start import start_eval
 
         start_eval(
@@ -124,7 +100,7 @@ def demo(
     from pyvision_sandbox import SandboxUnavailable
 
     with stops_on(ConfigError, SandboxUnavailable):
-        path, overrides = _split(arguments)
+        path, overrides = split_arguments(arguments)
         overrides += [] if seed is None else [f"seed={seed}"]
         overrides += ["from_scratch=true"] if from_scratch else []
         config = load(DemoConfig, path or _preset("demo.yaml"), overrides)
@@ -282,7 +258,7 @@ def sandbox_replay(
     from pyvision_sandbox import SandboxUnavailable
 
     with stops_on(ConfigError, SandboxUnavailable, OSError):
-        config = load(RLConfig, *_split(arguments))
+        config = load(RLConfig, *split_arguments(arguments))
         from pyvision_jax.cli_replay import replay_file
 
         good = replay_file(file, media_root, config, out, Console())

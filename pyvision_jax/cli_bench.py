@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pyvision_jax.cli_common import stops_on
+
 app = typer.Typer(help="Measure parts of this system beside what would be used instead.", no_args_is_help=True)
 
 
@@ -33,11 +35,8 @@ def sandbox(
     from pyvision_sandbox import SandboxError
 
     options = body.Options(n, profile, level, sessions, with_peers)
-    try:
+    with stops_on(SandboxError, ValueError):
         outcome = body.run(options, Console(stderr=True))
-    except (SandboxError, ValueError) as error:
-        typer.echo(f"pyvision: error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
     body.print_table(outcome, Console())
     if record:
         body.record(outcome, Path("docs/results/sandbox.json"))

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from pyvision_jax.cli_common import split_arguments, stops_on
+
 Arguments = Annotated[
     list[str], typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE]...", help="of rl, sft or demo: docs/configuration.md")
 ]
@@ -32,7 +34,6 @@ def rollout(
     ] = False,
 ) -> None:
     """Let a policy act on records, and keep its trajectories with their pictures."""
-    from pyvision_jax.cli import stops_on
     from pyvision_jax.config_load import ConfigError
     from pyvision_sandbox import SandboxUnavailable
 
@@ -41,7 +42,7 @@ def rollout(
         from pyvision_jax.recipes.rollout import start_rollout
 
         overrides = [f"protocol.name={protocol}"] if protocol else []
-        config = acting_config(*_split(arguments, [*overrides, f"run_dir={out}"]), weights, data)
+        config = acting_config(*split_arguments([*arguments, *overrides, f"run_dir={out}"]), weights, data)
         start_rollout(config, n=n, limit=limit, resume=resume, replace=replace, dry=check, say=typer.echo)
 
 
@@ -56,7 +57,6 @@ def chat(
     """Talk to a policy about pictures, its tool switched on. /help lists the commands inside."""
     import dataclasses
 
-    from pyvision_jax.cli import stops_on
     from pyvision_jax.config_load import ConfigError
     from pyvision_sandbox import SandboxUnavailable
 
@@ -64,7 +64,7 @@ def chat(
         from pyvision_jax.recipes.acting import acting_config, open_policy
         from pyvision_jax.serving.chat import Chat
 
-        config = acting_config(*_split(arguments), weights)
+        config = acting_config(*split_arguments(arguments), weights)
         if temperature is not None:
             config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, temperature=temperature))
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, slots=1))
@@ -96,7 +96,6 @@ def serve(
     """OpenAI's /v1/chat/completions over the engine, the tool loop inside (docs/serving.md)."""
     import importlib.util
 
-    from pyvision_jax.cli import stops_on
     from pyvision_jax.config_load import ConfigError
     from pyvision_sandbox import SandboxUnavailable
 
@@ -108,7 +107,7 @@ def serve(
         from pyvision_jax.serving.errors import Limits
         from pyvision_jax.serving.run import serve as start
 
-        config = acting_config(*_split(arguments), weights)
+        config = acting_config(*split_arguments(arguments), weights)
         limits = Limits(
             body_bytes=max_body_mb << 20,
             picture_pixels=max_pixels,
@@ -118,13 +117,6 @@ def serve(
         )
         model = name or Path(config.model.path or "policy").resolve().name
         start(config, model, host, port, api_key, limits, typer.echo)
-
-
-def _split(arguments: list[str], more: list[str] | None = None) -> tuple[Path | None, list[str]]:
-    """A configuration file is an argument without `=`, and the first."""
-    if arguments and "=" not in arguments[0]:
-        return Path(arguments[0]), [*arguments[1:], *(more or [])]
-    return None, [*arguments, *(more or [])]
 
 
 def _lines() -> Iterator[str]:

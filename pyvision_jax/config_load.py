@@ -29,12 +29,14 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message is one line, meant for the person who wrote the configuration."""
 
 
-def load(cls: type[T], path: Path | str | None = None, overrides: Iterable[str] = ()) -> T:
+def load(cls: type[T], path: Path | str | None = None, overrides: Iterable[str] = (), base: T | None = None) -> T:
     """Reads a configuration of class `cls`: defaults, then the YAML file, then overrides such as `optimizer.lr=1e-6`.
 
-    YAML interpolation (`${seed}`) works across the whole tree. Raises `ConfigError`.
+    `base` takes the place of the defaults. YAML interpolation (`${seed}`) works across the whole tree. Raises
+    `ConfigError`.
     """
-    trees = [OmegaConf.create(as_tree(cls()))]  # interpolations reach defaults too
+    base = cls() if base is None else base
+    trees = [OmegaConf.create(as_tree(base))]  # interpolations reach defaults too
     if path is not None:
         trees.append(_read_file(cls, Path(path)))
     for override in overrides:

@@ -20,6 +20,23 @@ class Drawn(Exception):
     pass
 
 
+def run(config, collect, rows, **more):
+    """The recipe on tiny parts, with rollouts by `collect` and metrics into `rows`."""
+    return rl.run(
+        config,
+        model_spec=resume_run.SPEC,
+        params=resume_run.PARAMS,
+        tokenizer=resume_run.TOKENIZER,
+        processor=resume_run.PROCESSOR,
+        source=resume_run.Source(),
+        collect=collect,
+        reward=lambda trajectory, record: {"total": 0.0},
+        images=ImageStore(),
+        metrics_writer=rows,
+        **more,
+    )
+
+
 def test_a_step_draws_the_groups_that_the_arithmetic_says(tmp_path):
     """100 x 1.1 is a little above 110 in floats."""
     config = resume_run.config(tmp_path)
@@ -31,18 +48,7 @@ def test_a_step_draws_the_groups_that_the_arithmetic_says(tmp_path):
         raise Drawn(len(records))
 
     with pytest.raises(Drawn) as drawn:
-        rl.run(
-            config,
-            model_spec=resume_run.SPEC,
-            params=resume_run.PARAMS,
-            tokenizer=resume_run.TOKENIZER,
-            processor=resume_run.PROCESSOR,
-            source=resume_run.Source(),
-            collect=collect,
-            reward=lambda trajectory, record: {"total": 0.0},
-            images=ImageStore(),
-            metrics_writer=resume_run.Rows(),
-        )
+        run(config, collect, resume_run.Rows())
     assert drawn.value.args == (110,) == (groups_drawn(config.algorithm),)
 
 
@@ -69,17 +75,10 @@ def test_a_run_in_which_no_record_can_be_rolled_out_stops(tmp_path):
 
     cfg = dataclasses.replace(resume_run.config(tmp_path), steps=10)
     with pytest.raises(UnusableData, match=r"no record of 3 steps.*the picture is broken"):
-        rl.run(
+        run(
             cfg,
-            model_spec=resume_run.SPEC,
-            params=resume_run.PARAMS,
-            tokenizer=resume_run.TOKENIZER,
-            processor=resume_run.PROCESSOR,
-            source=resume_run.Source(),
-            collect=collect,
-            reward=lambda trajectory, record: {"total": 0.0},
-            images=ImageStore(),
-            metrics_writer=rows,
+            collect,
+            rows,
             on_skip=lambda record, reason: listed.append(record),
             on_drop=lambda step, reasons: dropped.append(step),
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from sandbox_corpus import Case, at
 from sandbox_corpus.launch import CannotRun, worker
-from sandbox_corpus.runs import Runs, select
+from sandbox_corpus.runs import Runs, marked, select
 
 LEVEL = "landlock"
 PLACES = {
@@ -16,8 +16,7 @@ PLACES = {
 }
 TRUSTED = next(case for case in at("seccomp") if case.id == "T12")
 
-# The others take as long again each; scripts/test_slow.sh runs them.
-MARKED = [pytest.param(p, marks=() if p == "user" else pytest.mark.slow, id=p) for p in PLACES]
+MARKED = marked(PLACES, fast="user")
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from sandbox_corpus import Case, at
-from sandbox_corpus.runs import Runs, select
+from sandbox_corpus.runs import Runs, marked, select
 
 PLACES = {level: {"level": level} for level in ("namespaces", "landlock", "seccomp")}
 # At `seccomp`, where only trusted code runs, the numbered rows and what is about the filter.
 ROWS = {c.id for c in at("seccomp") if c.id.startswith("T")} | {"B03", "B05", "B18", "K01", "K02", "K03", "K04"}
 
-# The others take as long again each; scripts/test_slow.sh runs them.
-MARKED = [pytest.param(p, marks=() if p == "namespaces" else pytest.mark.slow, id=p) for p in PLACES]
+MARKED = marked(PLACES, fast="namespaces")
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from sandbox_corpus import Case, at
-from sandbox_corpus.runs import Runs, select
+from sandbox_corpus.runs import Runs, marked, select
 
 PLACES = {level: {"level": level, "ordinary_user": True} for level in ("namespaces", "landlock")}
 
-# The others take as long again each; scripts/test_slow.sh runs them.
-MARKED = [pytest.param(p, marks=() if p == "namespaces" else pytest.mark.slow, id=p) for p in PLACES]
+MARKED = marked(PLACES, fast="namespaces")
 
 
 @pytest.fixture(scope="module")

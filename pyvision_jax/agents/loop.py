@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,12 @@ from pyvision_jax.rollout.trajectory import EndReason, Span, ToolCall, Trajector
 from pyvision_sandbox import Result, SandboxError, SandboxPool, SandboxUnavailable, Session
 
 log = logging.getLogger(__name__)
+
+
+def tool_threads() -> int:
+    """Tool calls side by side on this host: their threads wait for the sandbox, whose pool has a limit of its own."""
+    return min(32, 4 * (os.cpu_count() or 1))
+
 
 _TIMEOUTS = ("soft_timeout", "hard_timeout")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pyvision_sandbox.metrics import memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -113,10 +115,8 @@ def cpu_seconds() -> float:
 
 def pss_mb(pid: int) -> float | None:
     """Proportional set size: its own memory and its share of what it shares. None where the host does not tell."""
-    for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 1024
-    return None
+    amount, kind = memory([pid])
+    return amount if kind == "pss" else None
 
 
 def available_mb() -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import jax.numpy as jnp
 from omegaconf import OmegaConf
 
 from pyvision_jax.config import DataConfig, DemoConfig, ImageConfig, ModelConfig, RLConfig, SFTConfig
-from pyvision_jax.config_load import ConfigError, dump, load
+from pyvision_jax.config_load import ConfigError, load
 from pyvision_jax.data.image_processing import ImageProcessor
-from pyvision_jax.models.hf import import_weights
 from pyvision_jax.models.hf_files import read_json
 from pyvision_jax.models.safetensors_io import WeightsError
 from pyvision_jax.recipes.build import Host, build_host, build_params
@@ -42,7 +40,7 @@ def acting_config(
     if path is not None and kind is RLConfig:
         config = load(RLConfig, path, overrides)
     else:
-        config = _overridden(_base(path, kind, weights), overrides)
+        config = load(RLConfig, None, overrides, base=_base(path, kind, weights))
     if weights is not None:
         config = dataclasses.replace(config, model=ModelConfig(path=str(weights), dtype=config.model.dtype))
     return dataclasses.replace(
@@ -57,7 +55,7 @@ def acting_config(
 
 
 def _kind(path: Path) -> type[RLConfig | SFTConfig | DemoConfig]:
-    """Which command a configuration file is for. One that cannot be read is left to `load`, which says why."""
+    """Which command a configuration file is for. Raises `ConfigError` for one that cannot be read."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # OmegaConf passes on what its YAML reader raises, which is of several kinds
@@ -84,13 +82,6 @@ def _stored_image(weights: Path | None) -> ImageConfig:
     except (WeightsError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
     return ImageConfig(min_pixels=stored.min_pixels, max_pixels=stored.max_pixels)
-
-
-def _overridden(config: RLConfig, overrides: list[str]) -> RLConfig:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(dump(config), encoding="utf-8")
-        return load(RLConfig, file, overrides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +117,7 @@ def open_policy(config: RLConfig, host: Host | None = None) -> Iterator[Acting]:
 def _params(config: RLConfig) -> Any:
     """Parameters in the type that is computed in: no float32 copy is made of weights that are only used."""
     dtype = jnp.dtype(config.model.dtype)
-    if not config.model.path:
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), build_params(config.model, config.seed))
-    try:
-        return import_weights(config.model.path, dtype=dtype)[1]
-    except (WeightsError, ValueError) as error:
-        raise ConfigError(f"model: {error}") from error
+    if config.model.path:
+        return build_params(config.model, config.seed, dtype=dtype)
+    # Random ones are drawn in float32 and rounded, as training has them.
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), build_params(config.model, config.seed))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from pyvision_jax.agents.protocol import AgentProtocol
 from pyvision_jax.agents.pyvision import PyVisionImage
@@ -113,17 +114,21 @@ def build_mesh(mesh: MeshConfig, rows: int) -> Mesh:
 
 
 def build_params(
-    model: ModelConfig, seed: int, mesh: Mesh | None = None, progress: Callable[[str, int], None] | None = None
+    model: ModelConfig,
+    seed: int,
+    mesh: Mesh | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    dtype: DTypeLike = np.float32,
 ) -> Any:
-    """Parameters, float32, each leaf born where the mesh puts it: read from `model.path`, or random for `model.config`.
+    """Parameters, each leaf born where the mesh puts it: read from `model.path`, or random for `model.config`.
 
     Raises `ConfigError` naming the tensors at fault.
     """
     try:
         if model.path:
-            return import_weights(model.path, mesh, dtype=np.float32, progress=progress)[1]
+            return import_weights(model.path, mesh, dtype=dtype, progress=progress)[1]
         spec = ModelSpec.from_hf(model.config)
-        return init_params(FAMILIES[spec.family].specs(spec), jax.random.key(seed), mesh=mesh)
+        return init_params(FAMILIES[spec.family].specs(spec), jax.random.key(seed), dtype, mesh)
     except (WeightsError, ValueError) as error:
         raise ConfigError(f"model: {error}") from error
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from pyvision_jax.agents.loop import AgentLoop, Collected
+from pyvision_jax.agents.loop import AgentLoop, Collected, tool_threads
 from pyvision_jax.agents.protocol import AgentProtocol, Prompt
 from pyvision_jax.config import ProtocolConfig, RolloutConfig, SamplingConfig, SandboxConfig
 from pyvision_jax.data.image_processing import ImageProcessor
@@ -123,5 +122,4 @@ class Collector:
         return self._engine
 
     def _make_loop(self, engine: Engine, protocol: AgentProtocol, config: ProtocolConfig) -> AgentLoop:
-        threads = min(32, 4 * (os.cpu_count() or 1))  # they wait for the sandbox, whose pool has a limit of its own
-        return AgentLoop(engine, protocol, self._pool, config, self._tokenizer, self.images, threads)
+        return AgentLoop(engine, protocol, self._pool, config, self._tokenizer, self.images, tool_threads())

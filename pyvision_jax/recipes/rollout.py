@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pyvision_jax import report
-from pyvision_jax.agents.loop import AgentLoop, Collected
+from pyvision_jax.agents.loop import AgentLoop, Collected, tool_threads
 from pyvision_jax.config import RLConfig
 from pyvision_jax.config_load import ConfigError, as_tree, load
 from pyvision_jax.data.media import ImageStore
@@ -29,7 +28,7 @@ from pyvision_jax.recipes.acting import open_policy
 from pyvision_jax.recipes.build import Records, build_host, build_tasks
 from pyvision_jax.recipes.metrics import Progress
 from pyvision_jax.recipes.run_dir import RunDir
-from pyvision_jax.recipes.start import Say, _open
+from pyvision_jax.recipes.start import Say, open_run
 from pyvision_jax.report import reader
 from pyvision_jax.rewards import pyvision
 from pyvision_jax.rollout.trajectory import Trajectory
@@ -69,16 +68,15 @@ def start_rollout(
     if resume:
         _check_same(folder / "config.yaml", config)
     with open_policy(config, host) as acting, contextlib.ExitStack() as stack:
-        run_dir = _open(config, records, resume, replace)
+        run_dir = open_run(config, records, resume, replace)
         run_dir.write_sandbox(acting.pool.report.to_dict())
         tally = _Tally(folder)
         done = tally.records
         if resume:
             say(f"resume: {len(done):,} records have their trajectories")
         store = ImageStore()
-        threads = min(32, 4 * (os.cpu_count() or 1))  # they wait for the sandbox, whose pool has a limit of its own
         loop = AgentLoop(
-            acting.engine, host.protocol, acting.pool, config.protocol, host.tokenizer, store, threads=threads
+            acting.engine, host.protocol, acting.pool, config.protocol, host.tokenizer, store, threads=tool_threads()
         )
         stack.callback(loop.close)
         writer = stack.enter_context(run_dir.trajectories(host.tokenizer.decode, lambda name: store.get(name).pixels))

@@ -68,7 +68,7 @@ def start_sft(
     if dry:
         return Path(config.run_dir)
     mesh = build_mesh(config.mesh, config.packing.rows)
-    run_dir = _open(config, records, resume, replace)
+    run_dir = open_run(config, records, resume, replace)
     done = _done(run_dir, resume, say)
     params = build_params(config.model, config.seed, mesh)
     with (
@@ -111,7 +111,7 @@ def start_rl(
         return Path(config.run_dir)
     with _one_line(), open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
         mesh = build_mesh(config.mesh, config.packing.rows)
-        run_dir = _open(config, records, resume, replace)
+        run_dir = open_run(config, records, resume, replace)
         run_dir.write_sandbox(pool.report.to_dict())
         done = _done(run_dir, resume, say)
         params = build_params(config.model, config.seed, mesh)
@@ -181,7 +181,7 @@ def start_eval(
     if dry:
         return Path(config.run_dir)
     with open_pool(config.sandbox) as pool, contextlib.ExitStack() as stack:
-        run_dir = _open(config, records, False, replace, "eval")
+        run_dir = open_run(config, records, False, replace, "eval")
         run_dir.write_sandbox(pool.report.to_dict())
         params = _cast(config)(build_params(config.model, config.seed))
         collector = _collector(config, host, pool)
@@ -258,7 +258,7 @@ def _facts(config: SFTConfig | RLConfig, records: Records) -> list[str]:
     return [f"records: {len(records.source):,} from {config.data.train}{bad}", *arithmetic(config)]
 
 
-def _open(
+def open_run(
     config: SFTConfig | RLConfig,
     records: Records,
     resume: bool,

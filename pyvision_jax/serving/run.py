@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from collections.abc import Callable
 
 import uvicorn
 
+from pyvision_jax.agents.loop import tool_threads
 from pyvision_jax.config import RLConfig
 from pyvision_jax.config_load import ConfigError
 from pyvision_jax.recipes.acting import open_policy
@@ -31,8 +31,7 @@ def serve(
     except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from error
     with listener, open_policy(config, pieces) as acting:
-        threads = min(32, 4 * (os.cpu_count() or 1))  # they wait for the sandbox, whose pool has a limit of its own
-        service = Service(acting, limits, threads).start()
+        service = Service(acting, limits, tool_threads()).start()
         try:
             if not is_loopback(host):
                 open_to = "whoever has the key" if key else "anyone (no --api-key is set)"

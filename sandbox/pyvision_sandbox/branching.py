@@ -13,9 +13,10 @@ import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import syscalls as sc
+from .capture import nameless
 from .confine import Confinement, mount_home
 from .frame import CHANNEL_FD, pack
-from .jail import write_file
+from .jail import of_self, write_file
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -30,9 +31,9 @@ _recv_fds, _socket, _dup, _dup2, _close, _getcwd, _chdir = (
 def fresh_output(home: str) -> None:
     """Descriptors 1 and 2 become files without a name in the session's own folder, so their size is limited with it."""
     for fd in (1, 2):
-        file = os.open(home, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600)
-        os.dup2(file, fd)
-        os.close(file)
+        file = nameless(home)
+        _dup2(file, fd)
+        _close(file)
 
 
 # ------------------------------------------------------------------------------------------------ in the session
@@ -99,9 +100,7 @@ def helper(sock: socket.socket, proc: int, tmp_mb: int) -> NoReturn:
 
 def _give_files(parent: int, child: int, proc: int, tmp_mb: int) -> int:
     """Id maps, a tmpfs and a copy of the parent's files for `child`, a clone in new namespaces. Returns bytes."""
-    fd = os.open(f"self/fdinfo/{child}", os.O_RDONLY, dir_fd=proc)
-    info = os.read(fd, 4096).decode()
-    os.close(fd)
+    info = of_self(proc, f"fdinfo/{child}")
     pid = next(line.split()[1] for line in info.splitlines() if line.startswith("Pid:"))
     sc.setns(parent, sc.NEWUSER | sc.NEWNS)
     source = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)

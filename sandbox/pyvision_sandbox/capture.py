@@ -97,10 +97,15 @@ class Capture(io.RawIOBase):
         return answer
 
 
+def nameless(folder: str) -> int:
+    """A new file without a name that lies in `folder`, to be appended to. Raises OSError."""
+    return _open(folder, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600)
+
+
 def reopen(fd: int, home: str) -> None:
     """The code has closed descriptor 1 or 2: a new file without a name, or nothing, in its place."""
     try:
-        new = _open(home, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600)
+        new = nameless(home)
     except OSError:
         new = _open("/dev/null", os.O_RDWR)
     if new != fd:

@@ -49,8 +49,8 @@ class Confinement:
         """The id under which session n is to run, at the levels without namespaces; None: the server's own."""
         return _FIRST_HOST_ID + n % 65_536 if self.config["own_ids"] else None
 
-    def enter_namespaces(self, n: int) -> str:
-        """Maps the ids of a fresh user namespace and mounts the session's files. Returns its home."""
+    def enter_namespaces(self, n: int) -> None:
+        """Maps the ids of a fresh user namespace and mounts the session's files."""
         proc = self.config["proc"]
         sc.prctl(sc.PR_SET_DUMPABLE, 1)  # to write its own maps
         host = _USER + n % 60_000 if self.config["own_ids"] else 0
@@ -59,7 +59,6 @@ class Confinement:
         write_file("self/uid_map", f"{_USER} {host} 1", proc)
         self.become_user()
         mount_home(self.limits["tmp_mb"])
-        return "/tmp"
 
     @staticmethod
     def become_user() -> None:

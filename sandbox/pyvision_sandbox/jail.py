@@ -5,11 +5,11 @@ outside as a monitor; its child goes on inside as the first process of a pid nam
 session along.
 """
 
-import ctypes
 import os
 import select
 import shutil
 import signal
+import socket
 from typing import NoReturn
 
 from . import syscalls as sc
@@ -41,6 +41,15 @@ def write_file(path: str, text: str, dir_fd: int | None = None) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def of_self(proc: int | None, name: str) -> str:
+    """A file of /proc/self, at most 8 KiB. proc: descriptor of a /proc that no path leads to."""
+    fd = os.open(f"self/{name}" if proc is not None else f"/proc/self/{name}", os.O_RDONLY, dir_fd=proc)
+    try:
+        return os.read(fd, 8192).decode()
     finally:
         os.close(fd)
 
@@ -96,7 +105,7 @@ def enter(
         sc.mount("tmpfs", new_root + HOME, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=16m,mode=1777")
         sc.pivot_root(new_root)
         sc.mount(None, "/", None, MS_RDONLY | MS_NOSUID | MS_NODEV | MS_REMOUNT | MS_BIND)
-        _libc_sethostname("sandbox")
+        socket.sethostname("sandbox")
         if ids:  # from here on root of a user namespace only: nothing in it is root of the host
             os.setgroups([])
             sc.unshare(sc.NEWUSER)
@@ -146,10 +155,6 @@ def _monitor(pid: int, parent: int, proc: int, ready: int, go: int, ids: int, ab
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     finally:
         os._exit(code if code >= 0 else 128 - code)
-
-
-def _libc_sethostname(name: str) -> None:
-    ctypes.CDLL(None).sethostname(name.encode(), len(name))
 
 
 def _build(new_root: str, roots: list[str], holes: list[str], packages: dict[str, str]) -> None:

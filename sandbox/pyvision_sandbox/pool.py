@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import resource
-import select
 import subprocess
 import threading
 import weakref
@@ -252,7 +251,7 @@ class SandboxPool(Host):
     def _take_warm(self) -> Process | None:
         while self._warm:
             process = self._warm.popleft()
-            if not _ended(process):
+            if not process.ended:
                 return process
             process.close()
         return None
@@ -263,7 +262,7 @@ class SandboxPool(Host):
             with self._changed:
                 while not self.closed and len(self._warm) >= self._want_warm:
                     self._changed.wait(_RETRY)
-                    for process in [p for p in self._warm if _ended(p)]:
+                    for process in [p for p in self._warm if p.ended]:
                         self._warm.remove(process)
                         process.close()
                 if self.closed:
@@ -292,12 +291,6 @@ def _first_of(running: set[Future[Done]]) -> set[Future[Done]]:
 def _close_servers(zygotes: list[Zygote]) -> None:
     for zygote in zygotes:
         zygote.close()
-
-
-def _ended(process: Process) -> bool:
-    poll = select.poll()
-    poll.register(process.pidfd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 # ------------------------------------------------------------------------------------------------ the size of this host

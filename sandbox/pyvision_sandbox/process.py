@@ -107,7 +107,6 @@ class Zygote:
         self.gate = Gate()
         self._facts: dict[str, Any] | None = None
         self._lock, self._helper_lock = threading.Lock(), threading.Lock()
-        self._requests = 0
         self.control.settimeout(_START_LIMIT)
         self.helper.settimeout(_CALL_LIMIT)
 
@@ -151,9 +150,8 @@ class Zygote:
     def call(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> tuple[dict[str, Any], list[int]]:
         """One request and its answer. Raises SandboxError if there is none or it says so."""
         with self._lock:
-            self._requests += 1
             try:
-                socket.send_fds(self.control, [pack({**message, "id": self._requests})], list(fds))
+                socket.send_fds(self.control, [pack(message)], list(fds))
                 data, answer_fds, _, _ = socket.recv_fds(self.control, 8192, 1)
             except ConnectionError:
                 data, answer_fds = b"", []
@@ -198,7 +196,7 @@ class Process:
     def __init__(self, zygote: Zygote, n: int):
         self.zygote, self.n = zygote, n
         self._lock = threading.Lock()
-        self._ended = self._reaped = False
+        self._collected = self._reaped = False
         self.exit_status: int | None = None  # >= 0: exit code, < 0: minus the signal
         self.gate_fd: int | None = None
         self.group: cgroup.Group | None = None
@@ -223,7 +221,7 @@ class Process:
     def _branched(cls, parent: "Process", sock: socket.socket, pidfd: int) -> "Process":
         self = object.__new__(cls)
         self.zygote, self.n, self.home = parent.zygote, 0, parent.home
-        self._lock, self._ended, self._reaped = threading.Lock(), False, False
+        self._lock, self._collected, self._reaped = threading.Lock(), False, False
         self.exit_status, self.gate_fd, self.group = None, parent.gate_fd, None
         self.sock, self.pidfd, self.pid = sock, pidfd, _host_pid(pidfd)
         return self
@@ -262,10 +260,14 @@ class Process:
                     os.killpg(self.pid, number)
                 signal.pidfd_send_signal(self.pidfd, number)
 
+    @property
+    def ended(self) -> bool:
+        return _readable(self.pidfd, 0)
+
     def wait(self, limit: float) -> int | None:
         """Its exit status, or None if it still runs after `limit` s. Raises SandboxError if the server is dead."""
-        if not self._ended and _readable(self.pidfd, limit):
-            self._ended = True
+        if not self._collected and _readable(self.pidfd, limit):
+            self._collected = True
             if self.group is not None:
                 self.group.kill()
             self.exit_status = self.zygote.call({"op": "reap", "n": self.n})[0]["code"] if self.n else _UNKNOWN

@@ -29,7 +29,7 @@ from PIL import Image
 
 from . import show, video
 from .capture import Capture, clip, encode, reopen, usable
-from .frame import CHANNEL_FD, HEAD, MAGIC
+from .frame import CHANNEL_FD, HEAD, MAGIC, pack
 from .heap import give_back
 from .profiles import Refused
 
@@ -58,12 +58,7 @@ _Report, _StackSummary, _source_lines = traceback.TracebackException, traceback.
 _TextIOWrapper, _BufferedWriter, _BytesIO, _StringIO = io.TextIOWrapper, io.BufferedWriter, io.BytesIO, io.StringIO
 _Expr, _Expression, _BdbQuit = ast.Expr, ast.Expression, bdb.BdbQuit
 _getstate, _setstate = random.getstate, random.setstate
-_packb, _unpackb, _suppress = msgpack.packb, msgpack.unpackb, contextlib.suppress
-
-
-def pack(header: dict[str, Any]) -> bytes:
-    packed: bytes = _packb(header, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
-    return HEAD.pack(MAGIC, len(packed)) + packed
+_unpackb, _suppress = msgpack.unpackb, contextlib.suppress
 
 
 def _strips(image: Image.Image) -> Iterator[bytes]:

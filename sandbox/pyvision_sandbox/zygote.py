@@ -191,7 +191,7 @@ class Server:
         if not data:
             return False
         message = msgpack.unpackb(data[HEAD.size :])
-        answer: dict[str, Any] = {"id": message["id"]}
+        answer: dict[str, Any] = {}
         answer_fds = []
         try:
             if message["op"] == "spawn":
@@ -341,25 +341,13 @@ def main() -> None:
         return
     missing = profiles.preload(config["limits"]["profile"])
     server.make_runner()
-    if _of_self(config["proc"], "status").split("Threads:\t")[1].split()[0] != "1":
+    if jail.of_self(config["proc"], "status").split("Threads:\t")[1].split()[0] != "1":
         raise RuntimeError("the preload left threads running: a fork would lose them")
-    pages = int(_of_self(config["proc"], "statm").split()[0])
+    pages = int(jail.of_self(config["proc"], "statm").split()[0])
     server.confinement.address_space = pages * resource.getpagesize()
-    hello = {
-        "landlock_abi": config["landlock_abi"], "gate": server.confinement.gate, "missing": missing,
-        "uids": "own" if config["own_ids"] else "shared", "mechanisms": _mechanisms(config),
-        "versions": {name: sys.modules[name].__version__ for name in ("numpy", "PIL")},
-    }  # fmt: skip
+    hello = {"landlock_abi": config["landlock_abi"], "missing": missing, "mechanisms": _mechanisms(config)}
     control.send(pack(hello))
     try:
         server.serve()
     finally:
         server.close()
-
-
-def _of_self(proc: int | None, name: str) -> str:
-    fd = os.open(f"self/{name}" if proc is not None else f"/proc/self/{name}", os.O_RDONLY, dir_fd=proc)
-    try:
-        return os.read(fd, 8192).decode()
-    finally:
-        os.close(fd)

@@ -16,6 +16,11 @@ HELLO, END = "hello", "end"
 _AT_ONCE = 2
 
 
+def marked(places: Mapping[str, Any], fast: str) -> list[Any]:
+    """Parameters of the places; all but `fast` are slow, for each takes as long again (scripts/test_slow.sh)."""
+    return [pytest.param(place, marks=() if place == fast else pytest.mark.slow, id=place) for place in places]
+
+
 def select(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """place -> ids of the cases that this run of pytest selected in the module of the request."""
     selected: dict[str, list[str]] = {}
